@@ -180,7 +180,7 @@ class Chromium:
 
     def complaints(self) -> list[str]:
         """Returns what the console said since the last look: errors, refusals, missing files."""
-        entries: list[dict[str, Any]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        entries: list[dict[str, Any]] = self.driver.get_log("browser")
         return [f"{entry['level']} {entry['message']}" for entry in entries]
 
     # ---------------------------------------------------------------------------------- pictures

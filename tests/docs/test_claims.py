@@ -45,6 +45,9 @@ def _claim(document: str, entry: dict[str, Any]) -> Claim:
     return Claim(folder / f"{document}.md", entry["says"], tuple(entry["shown_by"]))
 
 
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 @cache
 def _words(document: Path) -> str:
     return _plain(document.read_text("utf-8"))
@@ -62,9 +65,7 @@ def _tests(path: Path) -> set[str]:
     for node in ast.parse(path.read_text("utf-8")).body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
-        names |= {
-            prefix + function.name for function in inner if isinstance(function, ast.FunctionDef)
-        }
+        names |= {prefix + function.name for function in inner if isinstance(function, FUNCTION)}
     return names
 
 

@@ -32,15 +32,13 @@ def _in_a_small_process(function: Callable[..., Any], *arguments: object) -> Any
 
 
 def _two_runs(folder: Path, group: MemoryGroup) -> tuple[Any, ...]:
-    runs = Runs(folder)
-    runs.last.send(range(1000))
+    runs = Runs(folder, numbers=range(1000))
     endings = [runs.one(before=lambda: group.add(os.getpid())) for _ in range(2)]
     return endings, runs.last.depth(), dead_reasons(runs.last)
 
 
 def _ten_runs_beside_a_hog_and_one_more(folder: Path, group: MemoryGroup) -> tuple[Any, ...]:
-    runs = Runs(folder)
-    runs.last.send(range(1000))
+    runs = Runs(folder, numbers=range(1000))
     endings = []
     for _ in range(10):
         run = runs.next()

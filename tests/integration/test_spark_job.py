@@ -46,7 +46,8 @@ class Job(Staged):
 
     @property
     def spark(self) -> SparkSession:
-        return spark_session()
+        session: SparkSession = spark_session()
+        return session
 
     def run(
         self,

@@ -83,7 +83,7 @@ class Place:
 
 def _timeout(seconds: float) -> Any:
     """As Airflow's task runner has it for an ``execution_timeout``."""
-    return timeout(seconds)  # type: ignore[no-untyped-call]
+    return timeout(seconds)
 
 
 @pytest.fixture

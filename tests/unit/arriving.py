@@ -1,11 +1,12 @@
-"""A source where messages go on arriving while a run ends, as a broker's connection has them.
+"""A source that receives further messages while a run ends, as a broker's connection does.
 
-Each look at its lease, as each receive, lets one more message arrive; only ``stop`` ends that.  So
-an account that was closed before the source was stopped counts less than the source holds.
+An access to its lease, like a receive, lets one more message arrive, until ``stop``.  An account
+that is closed before the source is stopped therefore counts fewer messages than were received.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -35,20 +36,20 @@ COUNTED = {
 
 
 class Broker:
-    """What a test looks at.
+    """The state that a test inspects.
 
-    :param supply: Messages that can be received; those that arrive by themselves come on top.
+    :param supply: Messages that can be received, without those that arrive between receives.
     """
 
     def __init__(self, supply: int = 0) -> None:
         self.supply = supply
         self.number = 0
         self.secured = 0
-        self.asked: list[int] = []
+        self.demands: list[int] = []
         self.ahead: list[Message] = []
         self.events: list[str] = []
         self.opened = 0
-        #: What the lease said, and the settlement, when the generation was settled for good.
+        #: The counts of the lease and of the settlement when the generation was settled.
         self.settled: list[tuple[int, int | None]] = []
         self.verdicts: dict[str, Action] = {}
 
@@ -89,7 +90,7 @@ class _Source:
         broker.opened += 1
 
     def _arrive(self) -> None:
-        """One more, as far as the last receive asked for it."""
+        """One more message, up to the demand of the last receive."""
         if not self._stopped and self._credit > 0:
             self._credit -= 1
             self._broker.ahead.append(self._broker.make())
@@ -104,22 +105,22 @@ class _Source:
             seconds=900.0,
             deadline=self._env.clock.now() + timedelta(seconds=900.0),
             owner=dict(self._env.owner),
-            state={"held": self._broker.secured},
+            state={"secured": self._broker.secured},
         )
 
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
         assert not self._stopped
         broker = self._broker
-        broker.asked.append(demand)
-        given = broker.ahead[:demand]
+        broker.demands.append(demand)
+        received = broker.ahead[:demand]
         del broker.ahead[:demand]
-        fresh = min(demand - len(given), broker.supply)
+        fresh = min(demand - len(received), broker.supply)
         broker.supply -= fresh
-        given += [broker.make() for _ in range(fresh)]
-        self._credit = demand - len(given)
-        if not given:
+        received += [broker.make() for _ in range(fresh)]
+        self._credit = demand - len(received)
+        if not received:
             self._env.clock.sleep(timeout)
-        return given
+        return received
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages
@@ -149,10 +150,8 @@ class _Custodian:
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         broker = self._broker
-        held = int(lease.state["held"])
-        broker.settled.append((held, settlement.expected))
-        named = list(settlement.entries())
-        report = self._count(named)
+        broker.settled.append((int(lease.state["secured"]), settlement.expected))
+        report = self._count(settlement.entries())
         rest = broker.secured - len(broker.verdicts)
         counts: dict[str, Any] = {COUNTED[settlement.rest.action]: rest}
         return report + SettleReport(**counts)
@@ -161,12 +160,11 @@ class _Custodian:
         return self._count(entries)
 
     def _count(self, entries: Iterable[Entry]) -> SettleReport:
-        counts: dict[str, Any] = {}
+        counts: Any = Counter()
         for entry in entries:
             assert entry.message_id not in self._broker.verdicts
             self._broker.verdicts[entry.message_id] = entry.verdict.action
-            name = COUNTED[entry.verdict.action]
-            counts[name] = counts.get(name, 0) + 1
+            counts[COUNTED[entry.verdict.action]] += 1
         return SettleReport(**counts)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a task's log has of lines of plain ``logging``: the ids that structlog adds to each."""
+"""The ids that structlog adds to lines of plain ``logging`` in a task's log."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import structlog
 
 
 class Lines(logging.Handler):
-    """Keeps each line with its ids."""
+    """Records lines with their ids."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[tuple[str, dict[str, Any]]] = []
+        self.records: list[tuple[str, dict[str, Any]]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         ids = structlog.contextvars.merge_contextvars(None, "info", {})
-        self.kept.append((record.getMessage(), dict(ids)))
+        self.records.append((record.getMessage(), dict(ids)))
 
     def of(self, text: str) -> list[dict[str, Any]]:
-        """The ids of each line that begins so."""
-        return [ids for line, ids in self.kept if line.startswith(text)]
+        """The ids of the lines with this prefix."""
+        return [ids for line, ids in self.records if line.startswith(text)]
 
 
 @contextmanager
 def logged(**ids: str) -> Iterator[Lines]:
-    """Keep what is logged within, in a task that names ``ids``, as Airflow does its run's."""
+    """Record the log lines of a task whose context has ``ids``, as Airflow sets its run's."""
     handler, root = Lines(), logging.getLogger()
     level = root.level
     root.addHandler(handler)

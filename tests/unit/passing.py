@@ -1,4 +1,4 @@
-"""What the tests' own pipelines begin with."""
+"""The base of the tests' pipelines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from airflow_broadway import BatchInfo, Broadway, Message
 
 
 class Passing(Broadway):
-    """Its callbacks pass on what they get."""
+    """Its callbacks return their arguments."""
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         return message

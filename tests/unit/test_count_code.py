@@ -29,8 +29,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 40_710,
-    "tests and scripts": 64_300,
+    "package": 42_700,
+    "tests and scripts": 61_900,
 }
 
 MODULE = '''"""A module.

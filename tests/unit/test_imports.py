@@ -1,6 +1,6 @@
-"""What loading a room brings with it, and that no modules import each other in a ring.
+"""Modules that an import must not load, and the absence of import cycles.
 
-Which room may import which stands in ``pyproject.toml``; ``make lint`` holds it.
+The permitted imports between rooms are in ``pyproject.toml``; ``make lint`` checks them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BARRED = {
     "triggers": [*CLIENTS, "pyspark", "pyarrow"],
 }
 
-#: What tasks need when they work, and no Dag while it is parsed.
+#: Modules that tasks need, and no Dag while it is parsed.
 AT_WORK = ["runs.account", "runs.backlog", "runs.plans", "runs.tasks", "spark", "staging", "submit"]
 
 #: Modules whose readers may execute what they read.
@@ -48,82 +48,67 @@ import importlib, sys
 for name in {modules!r}:
     importlib.import_module(name)
 barred = {barred!r}
-found = sorted(m for m in sys.modules if any(m == b or m.startswith(b + ".") for b in barred))
-assert not found, found[:5]
+loaded = sorted(m for m in sys.modules if any(m == b or m.startswith(b + ".") for b in barred))
+assert not loaded, loaded[:5]
 """
 
 
 def modules(room: str) -> list[str]:
-    """The modules of a room, but for those of a room within it that has a line of its own."""
+    """The modules of a room without those of an inner room with its own entry."""
     folder = PACKAGE / room.replace(".", "/")
-    found = pkgutil.walk_packages([str(folder)], prefix=f"airflow_broadway.{room}.")
-    inner = tuple(f"airflow_broadway.{each}" for each in BARRED if each.startswith(f"{room}."))
-    names = (m.name for m in found)
+    packages = pkgutil.walk_packages([str(folder)], prefix=f"airflow_broadway.{room}.")
+    inner = tuple(f"airflow_broadway.{name}" for name in BARRED if name.startswith(f"{room}."))
+    names = (m.name for m in packages)
     return [f"airflow_broadway.{room}", *(n for n in names if not (inner and n.startswith(inner)))]
 
 
+def check_imports(modules: list[str], barred: list[str], **env: str) -> None:
+    """Import modules in a process of its own, which fails if a barred one was loaded."""
+    command = [sys.executable, "-c", SCRIPT.format(modules=modules, barred=barred)]
+    env = {**os.environ, **env}
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env=env
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
 @pytest.mark.parametrize("room", BARRED)
-def test_a_room_loads_nothing_that_is_barred_from_it(room: str) -> None:
-    script = SCRIPT.format(modules=modules(room), barred=BARRED[room])
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_package_loads_no_barred_module(room):
+    check_imports(modules(room), BARRED[room])
 
 
-def test_the_package_itself_loads_neither_airflow_nor_spark() -> None:
-    script = SCRIPT.format(
-        modules=["airflow_broadway"], barred=[*CLIENTS, "airflow", "pyspark", "pyarrow"]
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_top_package_loads_neither_airflow_nor_spark():
+    check_imports(["airflow_broadway"], [*CLIENTS, "airflow", "pyspark", "pyarrow"])
 
 
-def test_what_each_process_of_airflow_loads_of_the_plugin_is_light() -> None:
+def test_plugin_loads_no_heavy_module_in_airflow_processes():
     barred = [*CLIENTS, "fastapi", "pyspark", "pyarrow", "airflow_broadway.staging"]
-    script = SCRIPT.format(modules=["airflow_broadway.plugin.broadway_plugin"], barred=barred)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    check_imports(["airflow_broadway.plugin.broadway_plugin"], barred)
 
 
-def test_parsing_a_dag_loads_nothing_that_only_its_tasks_need() -> None:
+def test_parsing_a_dag_loads_no_module_of_tasks():
     # Airflow parses a Dag file again and again, and once more in each task's process.
     dags = PACKAGE.parent / "dags"
-    script = SCRIPT.format(
-        modules=[path.stem for path in dags.glob("*.py")],
-        barred=[*CLIENTS, "pyspark", "pyarrow", *(f"airflow_broadway.{each}" for each in AT_WORK)],
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(dags)},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    rooms = [f"airflow_broadway.{room}" for room in AT_WORK]
+    barred = [*CLIENTS, "pyspark", "pyarrow", *rooms]
+    check_imports([path.stem for path in dags.glob("*.py")], barred, PYTHONPATH=str(dags))
 
 
-def test_no_modules_import_each_other_in_a_ring() -> None:
+def test_imports_have_no_cycle():
     # Lazy imports, and those for types alone, count too.
     graph = grimp.build_graph("airflow_broadway")
     imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     TopologicalSorter(imported).prepare()  # raises CycleError, which names the ring
 
 
-def test_nothing_that_reads_what_others_wrote_can_execute_it() -> None:
+def test_no_reader_of_stored_files_can_execute_them():
     # Only processors in processes of their own, over their own pipes, exchange pickles.
-    readers = [*PACKAGE.rglob("*.py")]
-    found = {
+    executing = {
         str(path.relative_to(PACKAGE))
-        for path in readers
+        for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if (isinstance(node, ast.Import) and {each.name for each in node.names} & EXECUTING)
+        if (isinstance(node, ast.Import) and {name.name for name in node.names} & EXECUTING)
         or (isinstance(node, ast.ImportFrom) and node.module in EXECUTING)
         or (isinstance(node, ast.Name) and node.id in ("eval", "exec"))
     }
-    assert found == {"core/stages/subprocess_channel.py"}
+    assert executing == {"core/stages/subprocess_channel.py"}

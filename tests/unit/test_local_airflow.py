@@ -1,13 +1,11 @@
-"""The Airflow of ``make up``, the demo and the tests, where its SQLite is in use by others."""
+"""The Airflow of ``make up``, the demo and the tests while its SQLite file is locked."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,18 +15,18 @@ from scripts.airflow_api import AirflowApi, ApiError
 from scripts.airflow_patience import SYNC
 
 
-def test_who_asks_sqlite_from_an_event_loop_waits_less_than_others(tmp_path: Path) -> None:
-    """Whoever has the file may need that loop to come to its end."""
+def test_sqlite_busy_timeout_is_shorter_on_an_event_loop(tmp_path):
+    """The holder of the lock may need that loop to finish."""
     engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/airflow.db", connect_args=SYNC)
 
-    def patience() -> Any:
+    def patience():
         with engine.connect() as connection:
             return connection.exec_driver_sql("PRAGMA busy_timeout").scalar()
 
-    async def from_a_loop() -> Any:
+    async def from_a_loop():
         return patience()
 
-    async def from_a_thread_of_it() -> Any:
+    async def from_a_thread_of_it():
         return await asyncio.to_thread(patience)
 
     assert patience() == 120_000
@@ -38,18 +36,18 @@ def test_who_asks_sqlite_from_an_event_loop_waits_less_than_others(tmp_path: Pat
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """Answers each request with the next of its list; a token to whoever wants one."""
+    """Answers a GET with a token, a POST with the next of its answers."""
 
-    left: list[tuple[int, Any]]
-    asked: list[str]
+    answers: list[tuple[int, Any]]
+    paths: list[str]
 
     def do_GET(self) -> None:
         self._answer(201, {"access_token": "t"})
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self.asked.append(self.path)
-        self._answer(*self.left.pop(0))
+        self.paths.append(self.path)
+        self._answer(*self.answers.pop(0))
 
     def _answer(self, status: int, body: Any) -> None:
         self.send_response(status)
@@ -57,33 +55,31 @@ class _Answers(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(body).encode())
 
     def log_message(self, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
-def server() -> Iterator[ThreadingHTTPServer]:
-    _Answers.left, _Answers.asked = [], []
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as made:
-        threading.Thread(
-            target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        ).start()
-        yield made
-        made.shutdown()
+def server():
+    _Answers.answers, _Answers.paths = [], []
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as http:
+        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
+        yield http
+        http.shutdown()
 
 
 LOCKED = (500, {"detail": {"reason": "Database error"}})
 
 
-def test_what_the_database_did_not_do_is_asked_for_again(server: ThreadingHTTPServer) -> None:
+def test_request_is_repeated_after_a_database_error(server):
     api = AirflowApi(f"http://127.0.0.1:{server.server_port}")
-    _Answers.left = [LOCKED, LOCKED, (200, {"dag_run_id": "r"})]
+    _Answers.answers = [LOCKED, LOCKED, (200, {"dag_run_id": "r"})]
 
     assert api.trigger("flights") == "r"
-    assert len(_Answers.asked) == 3
+    assert len(_Answers.paths) == 3
 
 
 @pytest.mark.parametrize(
-    ("answers", "status", "asked"),
+    ("answers", "status", "requests"),
     [
         ([LOCKED, LOCKED, LOCKED], 500, 3),
         ([(500, {"detail": "Internal Server Error"})], 500, 1),
@@ -91,14 +87,12 @@ def test_what_the_database_did_not_do_is_asked_for_again(server: ThreadingHTTPSe
         ([(401, {}), (401, {}), (401, {})], 401, 3),
     ],
 )
-def test_other_errors_are_raised(
-    server: ThreadingHTTPServer, answers: list[Any], status: int, asked: int
-) -> None:
+def test_other_errors_are_raised(server, answers, status, requests):
     api = AirflowApi(f"http://127.0.0.1:{server.server_port}")
-    _Answers.left = list(answers)
+    _Answers.answers = list(answers)
 
     with pytest.raises(ApiError) as raised:
         api.trigger("flights")
 
     assert raised.value.status == status
-    assert len(_Answers.asked) == asked
+    assert len(_Answers.paths) == requests

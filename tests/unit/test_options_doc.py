@@ -1,25 +1,20 @@
-from typing import Any
-
 import pytest
 
 from airflow_broadway.core.custody.producer import Producer
 from scripts.options_doc import PAGE, PRODUCERS, page
 
 
-def test_the_page_of_options_is_what_the_declarations_say() -> None:
+def test_options_page_matches_the_declarations():
     assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m scripts.options_doc"
 
 
 @pytest.mark.parametrize(("title", "cls", "least"), PRODUCERS)
-def test_each_producers_own_defaults_stand_in_its_table(
-    title: str, cls: type[Any], least: dict[str, Any]
-) -> None:
+def test_options_tables_have_the_producers_defaults(title, cls, least):
     table = page().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    made = cls(**least)
+    options = cls(**least)
 
-    assert f"| `on_failure` | one of {', '.join(f'`{each}`' for each in cls.actions)}" in table
+    assert f"| `on_failure` | one of {', '.join(f'`{action}`' for action in cls.actions)}" in table
     for name in ("on_failure", "lease"):
-        if getattr(made, name) != getattr(Producer(), name):
-            assert f"| `{getattr(made, name)!r}` |" in next(
-                line for line in table.splitlines() if line.startswith(f"| `{name}` |")
-            )
+        if getattr(options, name) != getattr(Producer(), name):
+            [row] = [line for line in table.splitlines() if line.startswith(f"| `{name}` |")]
+            assert f"| `{getattr(options, name)!r}` |" in row

@@ -8,31 +8,27 @@ from airflow.providers_manager import ProvidersManager
 
 from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.get_provider_info import get_provider_info
-from airflow_broadway.producers.rabbitmq.amqp.address import Address, address_of
+from airflow_broadway.producers.rabbitmq.amqp.address import address_of
 
 INFO: dict[str, Any] = get_provider_info()
 
 
-def test_airflow_accepts_the_description() -> None:
+def test_airflow_accepts_the_provider_info():
     manager: Any = ProvidersManager  # untyped
     assert manager().providers["airflow-broadway"].data["name"] == "Broadway"
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        module
-        for kind in ("operators", "sensors", "triggers", "hooks")
-        for entry in INFO[kind]
-        for module in entry["python-modules"]
-    ],
-)
-def test_each_module_that_is_named_is_there(module: str) -> None:
+KINDS = ("operators", "sensors", "triggers", "hooks")
+ENTRIES = [entry for kind in KINDS for entry in INFO[kind]]
+
+
+@pytest.mark.parametrize("module", [name for entry in ENTRIES for name in entry["python-modules"]])
+def test_modules_of_the_provider_info_exist(module):
     assert import_module(module).__name__ == module
 
 
 @pytest.mark.parametrize("entry", INFO["connection-types"], ids=lambda e: e["connection-type"])
-def test_a_connection_form_is_that_of_its_hook(entry: dict[str, Any]) -> None:
+def test_connection_form_is_that_of_its_hook(entry):
     module, _, name = entry["hook-class-name"].rpartition(".")
     hook = getattr(import_module(module), name)
 
@@ -42,9 +38,9 @@ def test_a_connection_form_is_that_of_its_hook(entry: dict[str, Any]) -> None:
     assert hook.get_ui_field_behaviour() == behaviour
 
 
-def test_every_field_of_rabbitmqs_form_is_an_extra_that_counts() -> None:
+def test_fields_of_the_rabbitmq_form_are_known_extras():
     [entry] = [e for e in INFO["connection-types"] if e["connection-type"] == "rabbitmq"]
-    given = {
+    fields = {
         "tls": True,
         "tls_ca": "/ca.pem",
         "tls_cert": "/cert.pem",
@@ -56,22 +52,21 @@ def test_every_field_of_rabbitmqs_form_is_an_extra_that_counts() -> None:
         "timeout": 6.0,
         "blocked_connection_timeout": 7.0,
     }
-    assert given.keys() == entry["conn-fields"].keys()
+    assert fields.keys() == entry["conn-fields"].keys()
 
-    def made(**extra: Any) -> Address:
-        return address_of(
-            Connection(conn_id="c", conn_type="rabbitmq", host="b", extra=extra), name="n"
-        )
+    def address(**extra):
+        connection = Connection(conn_id="c", conn_type="rabbitmq", host="b", extra=extra)
+        return address_of(connection, name="n")
 
-    for name in given:
-        without = {key: value for key, value in given.items() if key != name}
+    for name in fields:
+        without = {key: value for key, value in fields.items() if key != name}
         if name == "tls_cert":
             without["auth_mechanism"] = "plain"
-        assert made(**given) != made(**without) or name == "tls"
-    assert made(tls=True) != made()
+        assert address(**fields) != address(**without) or name == "tls"
+    assert address(tls=True) != address()
 
 
-def test_airflow_shows_the_fields_of_the_form() -> None:
+def test_airflow_shows_the_fields_of_the_form():
     manager: Any = ProvidersManager  # untyped
     widgets = manager().connection_form_widgets
 

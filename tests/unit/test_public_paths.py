@@ -1,4 +1,4 @@
-"""What users import stays where it is: the one list of it."""
+"""The list of public names; users' imports do not break."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ PUBLIC = {
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_public_names_stay_where_they_are(module: str) -> None:
+def test_public_names_stay_where_they_are(module):
     names = PUBLIC[module]
     loaded = importlib.import_module(module)
     assert [name for name in names if not hasattr(loaded, name)] == []
-    # What a module offers to `import *` and to readers is that, and no less.
+    # `__all__` lacks none of them.
     assert set(names) <= set(getattr(loaded, "__all__", names))
 
 
 @pytest.mark.parametrize("module", ["airflow_broadway", "airflow_broadway.producers"])
-def test_what_the_top_modules_offer_is_public(module: str) -> None:
+def test_exports_of_the_top_modules_are_public(module):
     assert sorted(importlib.import_module(module).__all__) == PUBLIC[module]

@@ -1,4 +1,4 @@
-"""What is shipped to Spark drivers runs on Python 3.10, whatever Python the tests have."""
+"""The code that is shipped to Spark drivers runs on Python 3.10."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Shop(Broadway):
     batchers = {{"default": Batcher(schema="n bigint")}}
 """
 
-#: Names of the standard library that came after 3.10.
+LITERAL = "LiteralString"
+#: Names of the standard library that are newer than 3.10.
 NEWER = {
     "asyncio": {"Runner", "TaskGroup", "timeout"},
     "builtins": {"BaseExceptionGroup", "ExceptionGroup"},
@@ -32,19 +33,11 @@ NEWER = {
     "enum": {"StrEnum"},
     "hashlib": {"file_digest"},
     "itertools": {"batched"},
-    "typing": {
-        "LiteralString",
-        "Never",
-        "NotRequired",
-        "Required",
-        "Self",
-        "Unpack",
-        "assert_never",
-    },
+    "typing": {"Never", "NotRequired", "Required", "Self", "Unpack", "assert_never", LITERAL},
 }
 
 
-#: What no Python loads without Spark.
+#: Modules that need Spark.
 NEEDS_SPARK = {
     f"airflow_broadway/spark/{name}.py"
     for name in ("application", "batch", "entries", "frame", "unsuccessful")
@@ -52,8 +45,8 @@ NEEDS_SPARK = {
 
 
 @pytest.fixture(scope="module")
-def shipment(tmp_path_factory: pytest.TempPathFactory) -> Shipment:
-    """What any pipeline is shipped with."""
+def shipment(tmp_path_factory):
+    """The zip file of a pipeline."""
     return ship("airflow_broadway:Broadway", tmp_path_factory.mktemp("shipped"))
 
 
@@ -64,7 +57,7 @@ def sources(shipment: Shipment) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def python310() -> str:
+def python310():
     """A Python 3.10 of this machine."""
     known = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/3.10.*/bin")
     for path in (shutil.which("python3.10"), *(str(folder / "python") for folder in known)):
@@ -76,7 +69,7 @@ def python310() -> str:
     pytest.skip("this machine has no Python 3.10")
 
 
-def test_it_is_written_in_the_language_of_3_10(shipment: Shipment) -> None:
+def test_shipped_code_is_python_3_10(shipment):
     for name, text in sources(shipment).items():
         tree = ast.parse(text, name, feature_version=(3, 10))
         typed = {
@@ -90,23 +83,23 @@ def test_it_is_written_in_the_language_of_3_10(shipment: Shipment) -> None:
             if node in typed:
                 continue
             if isinstance(node, ast.ImportFrom):
-                newer = NEWER.get(node.module or "", set()) & {each.name for each in node.names}
+                newer = NEWER.get(node.module or "", set()) & {name.name for name in node.names}
                 assert not newer, f"{where}: {newer}"
             elif isinstance(node, ast.Import):
-                assert "tomllib" not in {each.name for each in node.names}, where
+                assert "tomllib" not in {name.name for name in node.names}, where
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 assert node.attr not in NEWER.get(node.value.id, ()), where
             elif isinstance(node, ast.Name):
                 assert node.id not in NEWER["builtins"], where
 
 
-def test_every_module_of_it_loads_on_a_real_3_10(shipment: Shipment, python310: str) -> None:
+def test_shipped_modules_load_on_python_3_10(shipment, python310):
     names = [
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for name in sources(shipment)
         if name not in NEEDS_SPARK
     ]
-    done = subprocess.run(
+    result = subprocess.run(
         [python310, "-c", f"import {', '.join(names)}"],
         env={"PYTHONPATH": str(shipment.zip)},
         cwd=shipment.zip.parent,
@@ -114,7 +107,7 @@ def test_every_module_of_it_loads_on_a_real_3_10(shipment: Shipment, python310: 
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert result.returncode == 0, result.stderr[-2000:]
     assert "airflow_broadway.producers.rabbitmq.receive.source" in names
 
 
@@ -122,9 +115,9 @@ def test_every_module_of_it_loads_on_a_real_3_10(shipment: Shipment, python310: 
     ("producer", "option"),
     [("RabbitMQProducer", "queue"), ("SqliteProducer", "queue"), ("SqsProducer", "queue_name")],
 )
-def test_a_pipeline_of_every_producer_loads_on_a_real_3_10(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python310: str, producer: str, option: str
-) -> None:
+def test_pipeline_of_any_producer_loads_on_python_3_10(
+    tmp_path, monkeypatch, python310, producer, option
+):
     module = f"shop_of_{producer.lower()}"
     (tmp_path / f"{module}.py").write_text(PIPELINE.format(producer=producer, option=option))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -134,10 +127,8 @@ def test_a_pipeline_of_every_producer_loads_on_a_real_3_10(
     assert check_import(ref, shipment, python=python310) == []
 
 
-def test_pipelines_and_batches_run_on_a_real_3_10(
-    shipment: Shipment, python310: str, tmp_path: Path
-) -> None:
-    done = subprocess.run(
+def test_pipelines_and_batches_run_on_python_3_10(shipment, python310, tmp_path):
+    result = subprocess.run(
         [python310, "-c", "import test_shipped; test_shipped.run_all()"],
         env={"PYTHONPATH": f"{shipment.zip}{os.pathsep}{Path(__file__).parent}"},
         cwd=tmp_path,
@@ -146,6 +137,6 @@ def test_pipelines_and_batches_run_on_a_real_3_10(
         check=False,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert result.returncode == 0, result.stderr[-2000:]
     tests = [name for name in vars(test_shipped) if name.startswith("test_")]
-    assert done.stdout.split() == tests
+    assert result.stdout.split() == tests

@@ -1,7 +1,7 @@
-"""What is shipped to Spark drivers, at work with the standard library alone.
+"""The code that is shipped to Spark drivers works with the standard library alone.
 
-``test_python310.py`` runs these functions once more, on a Python 3.10 and from the zip file.  So
-nothing here is of a later Python or another package, and each test takes no argument.
+``test_python310.py`` runs these functions again, on Python 3.10 and from the zip file.  So they use
+no newer Python and no other package, and take no argument.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from airflow_broadway.spark.results import Failed, read
 
 
 class Numbers(Broadway):
-    """Fails what ends in 1 or 4, and acks at once what ends in 2."""
+    """Fails numbers that end in 1 or 4, and acks those that end in 2 at once."""
 
     producer = SqliteProducer(queue="numbers")
     processors = Processors(concurrency=3, max_demand=20)
@@ -59,7 +59,7 @@ class Numbers(Broadway):
         ]
 
 
-def test_a_queue_is_drained_and_every_message_accounted_for() -> None:
+def test_drained_queue_balances():
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/queue.db"
         queue = SqliteQueue(path, "numbers")
@@ -75,15 +75,15 @@ def test_a_queue_is_drained_and_every_message_accounted_for() -> None:
         queue.close()
 
 
-def test_messages_that_are_given_need_no_producer() -> None:
+def test_listed_messages_need_no_producer():
     report = Numbers().run_local([b"%d" % number for number in range(100)])
     assert (report.received, report.failed, report.balanced) == (100, 20, True)
     assert sum(report.batches["odd"].values()) >= 40 // 7
 
 
-def test_a_pipeline_is_loaded_by_its_reference_with_its_options() -> None:
-    made = Numbers(batchers={"odd": {"batch_size": 3}})
-    again = load_ref(json.loads(json.dumps(make_ref(made))))
+def test_pipeline_is_loaded_by_reference_with_options():
+    numbers = Numbers(batchers={"odd": {"batch_size": 3}})
+    again = load_ref(json.loads(json.dumps(make_ref(numbers))))
     assert again.batchers["odd"].batch_size == 3
     try:
         Numbers(batchers={"odd": {"batch_sise": 3}})
@@ -122,7 +122,7 @@ PLANNED = PlannedBatch(
 )
 
 
-def test_a_batch_of_a_plan_is_recorded_until_a_later_try_takes_it_away() -> None:
+def test_batch_is_recorded_until_a_later_try_begins():
     with tempfile.TemporaryDirectory() as folder:
         # Given a plan, and a lease on its messages
         files = LocalFiles(folder)
@@ -149,7 +149,7 @@ def test_a_batch_of_a_plan_is_recorded_until_a_later_try_takes_it_away() -> None
         [line] = entry_lines(files, str(outcome.exceptions))
         assert load_line(line).entry == entry
 
-        # And a later try takes the rest away
+        # And the first try cannot go on after a later one began
         begin_try(files, "t", lambda number: f"{number}")
         try:
             Ownership(files, "t", number).check(planned.sources)
@@ -159,22 +159,22 @@ def test_a_batch_of_a_plan_is_recorded_until_a_later_try_takes_it_away() -> None
             raise AssertionError("the earlier try went on")
 
 
-def test_values_go_and_come_back() -> None:
+def test_values_round_trip():
     value = {"a": [Decimal("1.10"), date(2026, 1, 1), b"\0", (1, {2})], 3: None}
     assert load(dump(value)) == value
     schema = parse_schema("n bigint, t struct<at: timestamp, tags: array<string>>")
     assert [field.name for field in schema.fields] == ["n", "t"]
 
 
-def test_what_handle_batch_returns_is_read_without_spark() -> None:
-    found = read([failed(["a"], reason="x"), failed(["b"])])
-    assert isinstance(found, Failed)
-    assert [part.rows for part in found.parts] == [("a",), ("b",)]
+def test_result_of_handle_batch_is_read_without_spark():
+    result = read([failed(["a"], reason="x"), failed(["b"])])
+    assert isinstance(result, Failed)
+    assert [part.rows for part in result.parts] == [("a",), ("b",)]
     assert read(None) is None
 
 
 def run_all() -> None:
-    """Run every test here, and print its name."""
+    """Run all tests of this module, and print their names."""
     for name, test in list(globals().items()):
         if name.startswith("test_"):
             test()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,13 +15,13 @@ from scripts.local_airflow import LocalAirflowError
 
 
 class Fake:
-    """Stands for a local Airflow; ``at_health`` is what happens while it is waited for."""
+    """A local Airflow without processes; ``at_health`` is called while it starts."""
 
     at_health: Any = None
-    made: Fake
+    last: Fake
 
     def __init__(self, env: dict[str, str], log_dir: Path) -> None:
-        Fake.made = self
+        Fake.last = self
         self.env = {"AIRFLOW__CORE__DAGS_FOLDER": "dags", **env}
         self.log_dir, self.url, self.token = log_dir, "http://127.0.0.1:1", "token"
         self.calls: list[str] = []
@@ -31,8 +31,8 @@ class Fake:
 
     def wait_healthy(self, seconds: float) -> None:
         self.calls.append("wait")
-        if type(self).at_health is not None:
-            type(self).at_health()
+        if Fake.at_health is not None:
+            Fake.at_health()
 
     def check_alive(self) -> None:
         self.calls.append("alive")
@@ -43,7 +43,7 @@ class Fake:
 
 
 @pytest.fixture(autouse=True)
-def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def stage(monkeypatch, tmp_path):
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     monkeypatch.setattr(up, "ROOT", tmp_path)
@@ -58,41 +58,33 @@ def stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_it_runs_until_it_is_interrupted_and_stops_airflow(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_interrupt_stops_airflow(capsys, tmp_path):
     assert up.main() == 0
-    assert Fake.made.calls == ["start", "wait", "alive", "stop"]
-    told = capsys.readouterr().out
+    assert Fake.last.calls == ["start", "wait", "alive", "stop"]
+    output = capsys.readouterr().out
     assert SqliteQueue(tmp_path / "demo" / "queue.db", "flights").names() == ["flights"]
-    assert "http://127.0.0.1:1/dags" in told
-    assert told.index("Airflow is healthy") < told.index("Stopping") < told.index("Stopped")
+    assert "http://127.0.0.1:1/dags" in output
+    assert output.index("Airflow is healthy") < output.index("Stopping") < output.index("Stopped")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_it_starts_stops_it_too(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
-) -> None:
+def test_signal_during_the_start_stops_airflow(monkeypatch, number):
     monkeypatch.setattr(Fake, "at_health", staticmethod(lambda: signal.raise_signal(number)))
     assert up.main() == 0
-    assert Fake.made.calls == ["start", "wait", "stop"]
+    assert Fake.last.calls == ["start", "wait", "stop"]
 
 
-def test_an_airflow_that_does_not_start_is_told_stopped_and_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails() -> None:
-        raise LocalAirflowError("the scheduler ended with 1")
-
-    monkeypatch.setattr(Fake, "at_health", staticmethod(fails))
+def test_failed_start_is_printed_and_stopped(monkeypatch, capsys):
+    error = LocalAirflowError("the scheduler ended with 1")
+    monkeypatch.setattr(Fake, "at_health", mock.Mock(side_effect=error))
     assert up.main() == 1
-    assert Fake.made.calls == ["start", "wait", "stop"]
-    told = capsys.readouterr()
-    assert "the scheduler ended with 1" in told.err
-    assert "Stopped" not in told.out
+    assert Fake.last.calls == ["start", "wait", "stop"]
+    output = capsys.readouterr()
+    assert "the scheduler ended with 1" in output.err
+    assert "Stopped" not in output.out
 
 
-def test_a_second_signal_kills_what_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_signal_kills_the_processes(monkeypatch):
     killed: list[str] = []
     monkeypatch.setattr(up, "kill_by_token", killed.append)
     monkeypatch.setattr("scripts.up.os._exit", lambda code: killed.append(f"exit {code}"))
@@ -101,9 +93,7 @@ def test_a_second_signal_kills_what_still_runs(monkeypatch: pytest.MonkeyPatch) 
     assert killed == ["token", "exit 1"]
 
 
-def test_a_port_that_is_no_number_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_port_must_be_a_number(monkeypatch, capsys):
     monkeypatch.setenv("PORT", "http")
     assert up.main() == 2
     assert "PORT=http is not a number" in capsys.readouterr().err

@@ -131,7 +131,7 @@ class World:
 
     def run(self, dag: DAG, conf: Mapping[str, Any] | None = None) -> Ran:
         """Runs it to its end; all messages are there already, so it waits for no others."""
-        DagBundlesManager().sync_bundles_to_db()  # type: ignore[no-untyped-call]
+        DagBundlesManager().sync_bundles_to_db()
         lazy = LazyDeserializedDAG.from_dag(dag)
         with create_session() as session:
             SerializedDAG.bulk_write_to_db(_BUNDLE, None, [lazy], session=session)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
-
-import pytest
 
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
@@ -17,8 +14,6 @@ from airflow_broadway.core.model.rules import TEXT
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from tests.cli_runs import Ran, ran
 from tests.unit.passing import Passing
-
-Capsys = pytest.CaptureFixture[str]
 
 
 @options
@@ -56,61 +51,52 @@ WARNING = Finding("warning", "the limit of 3 deliveries is below 5 attempts: rai
 NOTE = Finding("note", "policies are not visible without the tag management")
 
 
-def checked(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capsys, *results: Any, arguments: Sequence[str] = ()
-) -> Ran:
+def checked(monkeypatch: Any, capsys: Any, *results: Any, arguments: Sequence[str] = ()) -> Ran:
     by_name = {f"queue-{number}": result for number, result in enumerate(results)}
     monkeypatch.setattr(CheckedProducer, "results", by_name)
     return ran(capsys, "check", f"{__name__}:Checked", *arguments)
 
 
-def test_findings_of_all_queues_are_printed_errors_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capsys
-) -> None:
-    done = checked(monkeypatch, capsys, [NOTE, WARNING], [WARNING, ERROR])
+def test_errors_are_printed_before_warnings(monkeypatch, capsys):
+    result = checked(monkeypatch, capsys, [NOTE, WARNING], [WARNING, ERROR])
 
-    assert done.code == 1
-    assert done.out.splitlines() == [
-        f"{each.level}: {each.text}" for each in (ERROR, WARNING, NOTE)
-    ]
+    assert result.code == 1
+    expected = [f"{finding.level}: {finding.text}" for finding in (ERROR, WARNING, NOTE)]
+    assert result.out.splitlines() == expected
 
 
-def test_a_run_can_begin_with_warnings(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
-    done = checked(monkeypatch, capsys, [WARNING], [])
+def test_warnings_do_not_stop_a_run(monkeypatch, capsys):
+    result = checked(monkeypatch, capsys, [WARNING], [])
 
-    assert done.code == 0
-    assert done.out.splitlines() == [f"warning: {WARNING.text}", "A run of Checked can begin."]
-
-
-def test_json_has_level_and_text(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
-    done = checked(monkeypatch, capsys, [ERROR], arguments=["--json"])
-
-    assert done.code == 1
-    assert json.loads(done.out) == [{"level": "error", "text": ERROR.text}]
+    assert result.code == 0
+    assert result.out.splitlines() == [f"warning: {WARNING.text}", "A run of Checked can begin."]
 
 
-def test_a_refusal_is_an_error_and_other_queues_are_checked(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capsys
-) -> None:
-    done = checked(monkeypatch, capsys, ProducerError("access denied to queue-0"), [WARNING])
+def test_json_has_level_and_text(monkeypatch, capsys):
+    result = checked(monkeypatch, capsys, [ERROR], arguments=["--json"])
 
-    assert done.code == 1
-    assert done.out.splitlines() == ["error: access denied to queue-0", f"warning: {WARNING.text}"]
+    assert result.code == 1
+    assert json.loads(result.out) == [{"level": "error", "text": ERROR.text}]
 
 
-def test_a_broker_out_of_reach_is_not_checked(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capsys
-) -> None:
-    done = checked(monkeypatch, capsys, ProducerUnavailable("broker:5672 cannot be reached"))
+def test_refused_queue_is_an_error_and_others_are_checked(monkeypatch, capsys):
+    result = checked(monkeypatch, capsys, ProducerError("access denied to queue-0"), [WARNING])
 
-    assert (done.code, done.out) == (2, "")
-    assert "broker:5672 cannot be reached" in done.err
+    assert result.code == 1
+    assert result.out == f"error: access denied to queue-0\nwarning: {WARNING.text}\n"
 
 
-def test_an_embedded_queue_is_checked(tmp_path: Path, capsys: Capsys) -> None:
+def test_unreachable_broker_ends_with_code_2(monkeypatch, capsys):
+    result = checked(monkeypatch, capsys, ProducerUnavailable("broker:5672 cannot be reached"))
+
+    assert (result.code, result.out) == (2, "")
+    assert "broker:5672 cannot be reached" in result.err
+
+
+def test_embedded_queue_is_checked(tmp_path, capsys):
     SqliteQueue(tmp_path / "q.db", "orders").create()
 
-    def check(queue: str, file: str = "q.db") -> Ran:
+    def check(queue, file="q.db"):
         producer = {"queue": queue, "path": str(tmp_path / file)}
         reference = {"class": f"{__name__}:Embedded", "options": {"producer": producer}}
         return ran(capsys, "check", json.dumps(reference))
@@ -124,8 +110,8 @@ def test_an_embedded_queue_is_checked(tmp_path: Path, capsys: Capsys) -> None:
     assert f"error: there is no queue file {tmp_path / 'none.db'}, " in missing.out
 
 
-def test_a_producer_without_checks_says_so(capsys: Capsys) -> None:
-    done = ran(capsys, "check", f"{__name__}:Unchecked")
+def test_producer_without_checks_gets_a_note(capsys):
+    result = ran(capsys, "check", f"{__name__}:Unchecked")
 
-    assert done.code == 0
-    assert "note: Producer has nothing that can be checked" in done.out
+    assert result.code == 0
+    assert "note: Producer has nothing that can be checked" in result.out

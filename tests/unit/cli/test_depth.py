@@ -1,17 +1,16 @@
-"""``airflow-broadway depth``: what waits for pipelines, with the reason where nobody knows."""
+"""``airflow-broadway depth``: the depth of queues, or the reason why it is unknown."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from tests.cli_runs import ran
 
-Capsys = pytest.CaptureFixture[str]
+ORDERS = ("--pipeline", "waiting_shop:Orders")
 MODULE = """
 from airflow_broadway import Broadway
 from airflow_broadway.core.custody.producer import Producer
@@ -47,8 +46,8 @@ class Breaking(Orders):
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SqliteQueue:
-    """The queue of pipelines that can be imported, with two messages."""
+def queue(tmp_path, monkeypatch):
+    """The queue of importable pipelines, with two messages."""
     path = str(tmp_path / "queue.db")
     (tmp_path / "waiting_shop.py").write_text(MODULE.format(path=path))
     (tmp_path / "leaving_shop.py").write_text("raise SystemExit(3)")
@@ -56,28 +55,21 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SqliteQueue:
     for name in ("waiting_shop", "leaving_shop"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv("AIRFLOW__BROADWAY__STAGING", f"file://{tmp_path}/staging")
-    made = SqliteQueue(path, "orders")
-    made.send([b"1", b"2"])
-    return made
+    sqlite_queue = SqliteQueue(path, "orders")
+    sqlite_queue.send([b"1", b"2"])
+    return sqlite_queue
 
 
-def test_what_waits_is_told_and_nothing_is_taken(queue: SqliteQueue, capsys: Capsys) -> None:
+def test_depth_is_printed_and_nothing_is_received(queue, capsys):
     for _ in range(2):
-        done = ran(capsys, "depth", "--pipeline", "waiting_shop:Orders", "--json")
-        assert (done.code, done.err) == (0, "")
-        [found] = done.json
-        assert found.pop("oldest_age") >= 0
-        assert found == {
-            "reference": "waiting_shop:Orders",
-            "pipeline": "Orders",
-            "broker": "sqlite",
-            "ready": 2,
-            "delayed": 0,
-            "leased": 0,
-            "dead": 0,
-            "unknown": "",
-        }
-    assert "Orders" in ran(capsys, "depth", "--pipeline", "waiting_shop:Orders").out
+        result = ran(capsys, "depth", *ORDERS, "--json")
+        assert (result.code, result.err) == (0, "")
+        [depth] = result.json
+        assert depth.pop("oldest_age") >= 0
+        place = {"reference": "waiting_shop:Orders", "pipeline": "Orders", "broker": "sqlite"}
+        counts = {"ready": 2, "delayed": 0, "leased": 0, "dead": 0}
+        assert depth == {**place, **counts, "unknown": ""}
+    assert "Orders" in ran(capsys, "depth", *ORDERS).out
 
 
 @pytest.mark.parametrize(
@@ -90,38 +82,31 @@ def test_what_waits_is_told_and_nothing_is_taken(queue: SqliteQueue, capsys: Cap
         ("no_such_shop:Orders", "no_such_shop"),
     ],
 )
-def test_what_is_not_known_of_one_is_never_0_and_hides_no_other(
-    queue: SqliteQueue, capsys: Capsys, reference: str, why: str
-) -> None:
-    done = ran(
-        capsys, "depth", "--pipeline", reference, "--pipeline", "waiting_shop:Orders", "--json"
-    )
-    assert done.code == 1
-    unknown, known = done.json
+def test_unknown_depth_is_null_and_hides_no_other(queue, capsys, reference, why):
+    both = ("--pipeline", reference, *ORDERS)
+    result = ran(capsys, "depth", *both, "--json")
+    assert result.code == 1
+    unknown, known = result.json
     assert why in unknown["unknown"]
     assert {unknown[name] for name in ("ready", "leased", "dead", "oldest_age")} == {None}
     assert known["ready"] == 2
-    assert "secret" not in done.out + done.err
+    assert "secret" not in result.out + result.err
     assert "is not known: " in ran(capsys, "depth", "--pipeline", reference).out
 
 
-def test_a_broker_that_keeps_silent_is_waited_for_no_longer_than_told(
-    queue: SqliteQueue, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_broker_is_cut_off_at_the_timeout(queue, capsys, monkeypatch):
     over = threading.Event()
     monkeypatch.setattr(SqliteProducer, "depth", lambda *_: over.wait(30))
     try:
-        done = ran(
-            capsys, "depth", "--pipeline", "waiting_shop:Orders", "--timeout", "0.05", "--json"
-        )
+        result = ran(capsys, "depth", *ORDERS, "--timeout", "0.05", "--json")
     finally:
         over.set()
-    assert (done.code, done.json[0]["ready"]) == (1, None)
-    assert done.json[0]["unknown"] == "the broker did not answer within 0.05 s"
+    assert (result.code, result.json[0]["ready"]) == (1, None)
+    assert result.json[0]["unknown"] == "the broker did not answer within 0.05 s"
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon", "inf", "nan"])
-def test_a_time_out_is_seconds_above_0(capsys: Capsys, seconds: str) -> None:
-    done = ran(capsys, "depth", "--pipeline", "waiting_shop:Orders", "--timeout", seconds)
-    assert done.code == 2
-    assert "expected seconds above 0" in done.err
+def test_timeout_is_positive_seconds(capsys, seconds):
+    result = ran(capsys, "depth", *ORDERS, "--timeout", seconds)
+    assert result.code == 2
+    assert "expected seconds above 0" in result.err

@@ -1,11 +1,9 @@
-"""How often the garbage collector looks while messages are handled; afterwards all is as before."""
+"""Rare garbage collections while messages are handled; later the settings are as before."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -18,18 +16,18 @@ from tests.unit.runs.test_process import Breaking
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def as_before():
     before = gc.get_threshold()
     yield
     gc.set_threshold(*before)
     gc.unfreeze()
 
 
-def test_it_looks_less_often_and_at_nothing_that_was_there() -> None:
+def test_collections_are_rare_and_skip_existing_objects():
     before = gc.get_threshold()
 
     @rare_collections()
-    def fails() -> None:
+    def fails():
         assert gc.get_threshold() == (50_000, *before[1:])
         assert gc.get_freeze_count() > 1_000
         raise KeyError
@@ -41,7 +39,7 @@ def test_it_looks_less_often_and_at_nothing_that_was_there() -> None:
 
 
 @pytest.mark.parametrize("own", [0, 90_000])
-def test_a_process_that_has_set_it_up_keeps_that(own: int) -> None:
+def test_own_settings_of_the_process_are_kept(own):
     gc.set_threshold(own, 3, 4)
     gc.freeze()
     with rare_collections():
@@ -58,24 +56,22 @@ class Looking(Breaking):
         return message
 
 
-def test_callbacks_of_a_process_task_run_so(tmp_path: Path) -> None:
+def test_process_task_handles_messages_with_rare_collections(tmp_path):
     Looking.seen.clear()
     before = gc.get_threshold()
-    run = Run(tmp_path, pipeline=Looking)
-    run.send(range(3))
-    run.process()
+    Run(tmp_path, pipeline=Looking, numbers=range(3)).process()
     assert Looking.seen == {50_000}
     assert gc.get_threshold() == before
 
 
 class Ring:
-    """Refers to itself: the collector alone frees it."""
+    """Refers to itself: only the collector frees it."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
-def test_it_looks_after_so_many_bytes_unless_the_process_has_its_own_way() -> None:
+def test_collection_runs_after_a_number_of_bytes():
     with rare_collections():
         ring = weakref.ref(Ring())
         assert look_after(collector._BYTES - 1, 0) == 0
@@ -93,17 +89,13 @@ class LeavingRings(Breaking):
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         self.rings.append(weakref.ref(Ring()))
-        left = sum(ring() is not None for ring in self.rings)
-        type(self).most = max(self.most, left)
+        alive = sum(ring() is not None for ring in self.rings)
+        type(self).most = max(self.most, alive)
         return message
 
 
-def test_what_callbacks_leave_behind_in_rings_is_bounded_by_the_bytes_of_messages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uncollected_cycles_are_bounded_by_message_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(collector, "_BYTES", 100)
-    run = Run(tmp_path, pipeline=LeavingRings)
-    run.send(range(400))
-    run.process()
+    Run(tmp_path, pipeline=LeavingRings, numbers=range(400)).process()
     assert len(LeavingRings.rings) == 400
     assert LeavingRings.most < 200

@@ -15,7 +15,7 @@ from airflow_broadway.core.stages.subprocess_channel import pickles
 
 
 def _killed(kind: type[BaseException]) -> Any:
-    """Something whose every text ends the process."""
+    """An object whose text ends the process."""
 
     def ends(self: object, *_: object) -> Any:
         raise kind
@@ -39,11 +39,11 @@ FAILS = ("the text of a reason", SystemExit)
 @pytest.mark.parametrize(
     ("name", "kind"), [(name, kind) for name in CALLS for kind in KILLS if (name, kind) != FAILS]
 )
-def test_no_kill_is_swallowed(name: str, kind: type[BaseException]) -> None:
+def test_no_kill_is_swallowed(name, kind):
     with pytest.raises(kind):
         CALLS[name](_killed(kind))
 
 
 @pytest.mark.parametrize(("name", "kind"), [*((name, RuntimeError) for name in CALLS), FAILS])
-def test_whatever_else_such_a_method_raises_is(name: str, kind: type[BaseException]) -> None:
+def test_other_errors_of_such_methods_are_swallowed(name, kind):
     assert CALLS[name](_killed(kind)) is not None

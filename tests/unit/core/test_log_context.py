@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,20 +18,20 @@ from airflow_broadway.core.stages.worker_pool import WorkerPool
 from airflow_broadway.testing import DummyProducer
 from tests.unit.core.custody.test_lease_renewer import LEASE
 from tests.unit.core.stages._processes import InProcesses
-from tests.unit.logged import Lines, logged
+from tests.unit.logged import logged
 from tests.unit.passing import Passing
 
 log = logging.getLogger("user")
 
 
 @pytest.fixture
-def lines() -> Iterator[Lines]:
+def lines():
     """What is logged in a task of the run ``manual__1``."""
     with logged(run_id="manual__1") as kept:
         yield kept
 
 
-class Telling(Passing):
+class Logging(Passing):
     producer = DummyProducer()
     processors = Processors(concurrency=1)
     batchers = {"default": Batcher(engine="python", batch_size=2)}
@@ -50,22 +49,20 @@ class Telling(Passing):
         return messages
 
 
-class InThreads(Telling):
+class InThreads(Logging):
     processors = Processors(concurrency=2)
     batchers = {"default": Batcher(engine="python", batch_size=2, concurrency=2)}
 
 
-@pytest.mark.parametrize("pipeline", [Telling, InThreads])
-def test_a_line_names_the_message_or_the_batch_that_is_at_work(
-    pipeline: type[Telling], lines: Lines
-) -> None:
+@pytest.mark.parametrize("pipeline", [Logging, InThreads])
+def test_log_lines_name_the_current_message_or_batch(pipeline, lines):
     pipeline().run_local(range(4))
 
     run = {"run_id": "manual__1"}
     for number in range(4):
         name = f"given-{number}"
         assert lines.of(f"message {name}") == [{**run, "message_id": name}]
-    batches = [(line, ids) for line, ids in lines.kept if line.startswith("batch ")]
+    batches = [(line, ids) for line, ids in lines.records if line.startswith("batch ")]
     assert len(batches) == 2
     for line, ids in batches:
         assert ids == {**run, "batcher": "default", "batch_id": line.removeprefix("batch ")}
@@ -73,20 +70,20 @@ def test_a_line_names_the_message_or_the_batch_that_is_at_work(
     assert ids_now() == {"run_id": "manual__1"}
 
 
-def test_a_failure_names_its_message_or_the_first_of_its_messages(lines: Lines) -> None:
-    Telling().run_local(["bad", "worse", "worse"])
+def test_failure_names_its_messages(lines):
+    Logging().run_local(["bad", "worse", "worse"])
 
-    (one,) = lines.of("Telling.handle_message failed message 'given-0': ValueError: bad")
+    (one,) = lines.of("Logging.handle_message failed message 'given-0': ValueError: bad")
     assert one["message_id"] == "given-0"
-    text = "Telling.handle_batch failed 2 messages ('given-1', 'given-2'): ValueError: worse"
+    text = "Logging.handle_batch failed 2 messages ('given-1', 'given-2'): ValueError: worse"
     (several,) = lines.of(text)
     assert several["batch_id"]
     assert "message_id" not in several
 
 
-def test_the_message_handled_last_is_not_named_after_its_chunk(lines: Lines) -> None:
-    class Whole(Telling):
-        def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
+def test_last_message_is_not_named_after_its_chunk(lines):
+    class Whole(Logging):
+        def handle_failed(self, messages, context):
             log.info("failed")
             return messages
 
@@ -96,7 +93,7 @@ def test_the_message_handled_last_is_not_named_after_its_chunk(lines: Lines) -> 
     assert "message_id" not in line
 
 
-def test_a_worker_thread_names_the_run(lines: Lines) -> None:
+def test_worker_thread_names_the_run(lines):
     pool: WorkerPool[int, None] = WorkerPool([lambda piece: log.info("piece %d", piece)])
     pool.put(1)
     assert pool.wait(10)
@@ -105,10 +102,10 @@ def test_a_worker_thread_names_the_run(lines: Lines) -> None:
     assert lines.of("piece 1") == [{"run_id": "manual__1"}]
 
 
-def test_the_thread_that_renews_leases_names_the_run(lines: Lines) -> None:
+def test_lease_renewer_thread_names_the_run(lines):
     tried = threading.Event()
 
-    def custodian() -> Any:
+    def custodian():
         tried.set()
         raise ProducerUnavailable("away")
 
@@ -118,18 +115,18 @@ def test_the_thread_that_renews_leases_names_the_run(lines: Lines) -> None:
     assert lines.of("could not renew leases yet: away") == [{"run_id": "manual__1"}]
 
 
-def test_another_thread_gets_the_ids_and_nothing_else_of_a_callback() -> None:
-    found: list[Any] = []
+def test_kept_ids_carry_nothing_else_of_a_callback():
+    results: list[Any] = []
     with Scope("batch"), log_ids(batch_id="b1", message_id=None):
-        kept = keep_ids(lambda: found.append((ids_now(), _scope.get())))
+        kept = keep_ids(lambda: results.append((ids_now(), _scope.get())))
     thread = threading.Thread(target=kept)
     thread.start()
     thread.join(10)
 
-    assert found == [({"batch_id": "b1"}, None)]
+    assert results == [({"batch_id": "b1"}, None)]
 
 
-def test_ids_within_others_end_with_their_block() -> None:
+def test_nested_ids_end_with_their_block():
     with log_ids(generation="g1", message_id="m1"):
         with log_ids(message_id=None, batch_id="b1"):
             assert ids_now() == {"generation": "g1", "batch_id": "b1"}
@@ -137,9 +134,7 @@ def test_ids_within_others_end_with_their_block() -> None:
     assert ids_now() == {}
 
 
-def test_a_plain_line_ends_with_the_ids_and_no_id_forges_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plain_line_ends_with_escaped_ids(monkeypatch, capsys):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", logging.WARNING)
@@ -158,11 +153,9 @@ def test_a_plain_line_ends_with_the_ids_and_no_id_forges_a_line(
     assert trace[-1] == "ValueError: boom"
 
 
-def test_a_processor_in_a_process_of_its_own_names_the_run_and_the_message(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_child_process_names_the_run_and_the_message(capfd):
     with structlog.contextvars.bound_contextvars(dag_id="shop", run_id="manual__1"):
         InProcesses().run_local(["odd"])
 
-    (line,) = [each for each in capfd.readouterr().err.splitlines() if "failed message" in each]
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "failed message" in line]
     assert line.endswith(" [dag_id='shop' run_id='manual__1' message_id='given-0']")

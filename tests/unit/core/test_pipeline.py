@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from airflow_broadway import Batcher, Broadway, Message, Processors, RateLimiting, RetryPolicy
+from airflow_broadway import Batcher, Broadway, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.producers.sqlite import SqliteProducer
@@ -30,8 +28,8 @@ class Orders(Passing):
     context = {"shop": "fruit", "rates": {"EUR": 1.0}}
 
 
-def test_what_is_not_named_in_a_nested_option_stays_as_declared() -> None:
-    made = Orders(
+def test_nested_override_keeps_other_options():
+    orders = Orders(
         producer={
             "queue": "eu",
             "retry": {"max_attempts": 9},
@@ -42,22 +40,22 @@ def test_what_is_not_named_in_a_nested_option_stays_as_declared() -> None:
     )
 
     declared = Orders.producer
-    assert (made.producer.queue, made.producer.lease) == ("eu", declared.lease)
-    assert made.producer.retry == RetryPolicy(max_attempts=9, backoff=5.0)
-    assert made.producer.rate_limiting == RateLimiting(allowed_messages=20, interval=60.0)
-    assert (made.processors.concurrency, made.processors.max_demand) == (5, 8)
-    small = made.batchers["small"]
+    assert (orders.producer.queue, orders.producer.lease) == ("eu", declared.lease)
+    assert orders.producer.retry == RetryPolicy(max_attempts=9, backoff=5.0)
+    assert orders.producer.rate_limiting == RateLimiting(allowed_messages=20, interval=60.0)
+    assert (orders.processors.concurrency, orders.processors.max_demand) == (5, 8)
+    small = orders.batchers["small"]
     assert (small.batch_size, small.batch_timeout, small.engine) == (70, 2.0, "python")
-    assert made.batchers["large"] == Orders().batchers["large"]
+    assert orders.batchers["large"] == Orders().batchers["large"]
     # and the class is as it was
     assert Orders().producer.retry.max_attempts == 3
 
 
-def test_the_context_is_replaced_whole() -> None:
+def test_context_is_replaced_whole():
     assert Orders(context={"shop": "books"}).context == {"shop": "books"}
 
 
-def test_a_function_is_declared_and_not_overridden() -> None:
+def test_functions_cannot_be_overridden():
     for override in (
         {"partition_by": lambda message: 0},
         {"processors": {"partition_by": lambda message: 0}},
@@ -72,9 +70,7 @@ def test_a_function_is_declared_and_not_overridden() -> None:
     ("name", "holds"),
     [("n" * 100, True), ("n" * 101, False), ("a.b-c_1", True), ("a b", False), ("a/b", False)],
 )
-def test_a_name_is_a_hundred_characters_at_most_that_any_folder_takes(
-    name: str, holds: bool
-) -> None:
+def test_name_has_at_most_a_hundred_portable_characters(name, holds):
     if holds:
         assert Orders(name=name).name == name
         return
@@ -82,25 +78,25 @@ def test_a_name_is_a_hundred_characters_at_most_that_any_folder_takes(
         Orders(name=name)
 
 
-def test_setup_comes_before_any_other_callback_and_outside_airflow_the_run_is_local() -> None:
+def test_setup_precedes_other_callbacks():
     calls: list[str] = []
 
     class Watched(Broadway):
         producer = DummyProducer()
         batchers = {"default": Batcher(engine="python")}
 
-        def setup(self, run: Any) -> Any:
+        def setup(self, run):
             calls.append(f"setup {run.dag_id} {self.run.run_id}")
 
-        def prepare_messages(self, messages: list[Message], context: Any) -> list[Message]:
+        def prepare_messages(self, messages, context):
             calls.append("prepare_messages")
             return messages
 
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             calls.append("handle_message")
             return message
 
-        def handle_batch(self, batcher: str, messages: Any, info: Any, context: Any) -> Any:
+        def handle_batch(self, batcher, messages, info, context):
             calls.append("handle_batch")
             return messages
 

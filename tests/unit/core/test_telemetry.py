@@ -1,4 +1,4 @@
-"""Events are what ``docs/telemetry.md`` says: which there are, when they come, what they carry."""
+"""Events match ``docs/telemetry.md``: names, times and metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GUIDE = Path(__file__).parents[3] / "docs" / "telemetry.md"
 
 
 class Eventful(Broadway):
-    """Does what a message's data asks for."""
+    """Behaves as the data of a message requests."""
 
     producer = DummyProducer()
     processors = Processors(concurrency=1)
@@ -60,8 +60,8 @@ class Eventful(Broadway):
 Seen = list[tuple[str, dict[str, float], dict[str, Any]]]
 
 
-def told(*runs: list[Any]) -> Seen:
-    """The events of some runs of these data."""
+def events_of(*runs: list[Any]) -> Seen:
+    """The events of runs with these data."""
     seen: Seen = []
     name = telemetry.attach(lambda *event: seen.append((event[0], dict(event[1]), dict(event[2]))))
     try:
@@ -78,38 +78,38 @@ def told(*runs: list[Any]) -> Seen:
 
 
 def rows() -> dict[str, tuple[str, str]]:
-    """Of each event of the guide's table: when it comes, and its metadata."""
-    made: dict[str, tuple[str, str]] = {}
+    """The time and the metadata of each event in the guide's table."""
+    table: dict[str, tuple[str, str]] = {}
     for line in GUIDE.read_text("utf-8").splitlines():
         if line.startswith("| `"):
             events, when, metadata = (part.strip() for part in line.strip("|").split("|"))
             first, *ends = re.findall(r"`([a-z_.]+)`", events)
-            for each in (first, *ends):
+            for name in (first, *ends):
                 span = first.rpartition(".")[0]
-                made[f"{span}{each}" if each.startswith(".") else each] = when, metadata
-    return made
+                table[f"{span}{name}" if name.startswith(".") else name] = when, metadata
+    return table
 
 
 def listed(event: str, table: dict[str, tuple[str, str]]) -> set[str]:
     """The metadata that the table gives an event, of whose span the table has the start."""
     metadata = re.sub(r"\([^)]*\)", "", table[event][1])
     plain, *ends = metadata.split(";")
-    found = set(re.findall(r"\b[a-z_]+\b", plain)) - {"as", "start", "and", "the", "same"}
+    words = set(re.findall(r"\b[a-z_]+\b", plain)) - {"as", "start", "and", "the", "same"}
     for end in ends:
         names, _, when = end.partition(" on ")
         if event.rpartition(".")[2] in when:
-            found |= set(re.findall(r"\b[a-z_]+\b", names)) - {"and"}
+            words |= set(re.findall(r"\b[a-z_]+\b", names)) - {"and"}
     if re.match("as start|the same", metadata):
-        found |= listed(f"{event.rpartition('.')[0]}.start", table)
-    return found
+        words |= listed(f"{event.rpartition('.')[0]}.start", table)
+    return words
 
 
-def test_the_guide_lists_every_event_and_no_other() -> None:
+def test_guide_lists_every_event_and_no_other():
     assert set(rows()) == set(telemetry.EVENTS)
 
 
-def test_every_event_carries_what_the_guide_lists() -> None:
-    seen = told([1, 2], ["raise"], ["fail"], ["end"], ["end batch"], ["split"])
+def test_every_event_carries_the_documented_metadata():
+    seen = events_of([1, 2], ["raise"], ["fail"], ["end"], ["end batch"], ["split"])
     table = rows()
     for event, measurements, metadata in seen:
         assert set(metadata) - {"telemetry_span_context"} == listed(event, table), event
@@ -124,9 +124,9 @@ def test_every_event_carries_what_the_guide_lists() -> None:
     assert {event for event, *_ in seen} == others
 
 
-def test_all_events_of_a_span_have_its_context_and_spans_have_different_ones() -> None:
+def test_spans_have_contexts_of_their_own():
     spans: dict[Any, list[str]] = {}
-    for event, _, metadata in told([1, 2, 3]):
+    for event, _, metadata in events_of([1, 2, 3]):
         if "telemetry_span_context" in metadata:
             spans.setdefault(metadata["telemetry_span_context"], []).append(event)
     for events in spans.values():
@@ -136,27 +136,25 @@ def test_all_events_of_a_span_have_its_context_and_spans_have_different_ones() -
     assert len(spans) == 6
 
 
-def test_a_chunk_stops_after_handle_failed_and_a_message_that_failed_is_no_exception() -> None:
-    seen = [event for event, *_ in told(["fail"])]
+def test_failed_message_is_no_exception_event():
+    seen = [event for event, *_ in events_of(["fail"])]
     assert seen.index("handle_failed.stop") < seen.index("processor.stop")
     assert "processor.message.stop" in seen
     assert "processor.message.exception" not in seen
 
 
 @pytest.mark.parametrize("data", ["raise", "nothing", "nowhere"])
-def test_a_callback_that_misbehaves_is_an_exception_event_of_its_message(data: str) -> None:
+def test_misbehaving_callback_is_an_exception_event(data):
     ends = [
         (event, metadata["message"].data)
-        for event, _, metadata in told(["fine", data])
+        for event, _, metadata in events_of(["fine", data])
         if event in ("processor.message.stop", "processor.message.exception")
     ]
     assert ends == [("processor.message.stop", "fine"), ("processor.message.exception", data)]
 
 
 @pytest.mark.parametrize("executor", ["threads", "processes"])
-def test_a_handler_is_called_where_the_work_is_done_and_of_other_processes_here(
-    executor: str,
-) -> None:
+def test_handler_runs_where_the_work_is_done(executor):
     places: list[tuple[int, int]] = []
     name = telemetry.attach(
         lambda *_: places.append((os.getpid(), threading.get_ident())),

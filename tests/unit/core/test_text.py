@@ -1,4 +1,4 @@
-"""How counts are told to people."""
+"""Counts in texts for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from airflow_broadway.core.text import many, without_outcome
 
 
 @pytest.mark.parametrize(
-    ("number", "noun", "told"),
+    ("number", "noun", "text"),
     [
         (0, "message", "0 messages"),
         (1, "message", "1 message"),
@@ -18,19 +18,17 @@ from airflow_broadway.core.text import many, without_outcome
         (2, "batch", "2 batches"),
     ],
 )
-def test_one_is_told_as_one_and_many_as_many(number: int, noun: str, told: str) -> None:
-    assert many(number, noun) == told
+def test_counts_are_pluralized(number, noun, text):
+    assert many(number, noun) == text
 
 
 @pytest.mark.parametrize(
-    ("left", "batches", "told"),
+    ("count", "batches", "text"),
     [
         (1, 1, "1 of 1 batch has no outcome"),
         (1, 3, "1 of 3 batches has no outcome"),
         (2, 3, "2 of 3 batches have no outcome"),
     ],
 )
-def test_batches_without_an_outcome_are_told_in_a_sentence(
-    left: int, batches: int, told: str
-) -> None:
-    assert without_outcome(left, batches) == told
+def test_batches_without_outcome_are_counted_in_a_sentence(count, batches, text):
+    assert without_outcome(count, batches) == text

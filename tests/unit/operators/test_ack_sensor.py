@@ -1,4 +1,4 @@
-"""What the ack sensor knows while the Dag is parsed, and what it asks Airflow for."""
+"""What the ack sensor knows while the Dag is parsed, and what it requests of Airflow."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from airflow_broadway.operators.process import ended_sensor
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.sensors import ack
 from airflow_broadway.sensors.ack import BroadwayAckSensor
+from airflow_broadway.task_group import _check_lease
 from tests.unit.passing import Passing
 
 
@@ -37,35 +38,33 @@ class Orders(Passing):
     producer = SqliteProducer(queue="orders", path="/nowhere/orders.db", lease=40.0)
 
 
-def sensor(**given: Any) -> BroadwayAckSensor:
+def sensor(**options: Any) -> BroadwayAckSensor:
     with DAG("orders", schedule=None):
         return BroadwayAckSensor(
-            **{"task_id": "ack", "pipeline": Orders, "watch": ["process"], **given}
+            **{"task_id": "ack", "pipeline": Orders, "watch": ["process"], **options}
         )
 
 
-def test_it_looks_four_times_within_a_lease_and_at_least_every_15_seconds() -> None:
+def test_sensor_pokes_four_times_per_lease_and_every_15_seconds():
     assert sensor().poke_interval == 10.0
     assert sensor(pipeline=Orders(producer={"lease": 3600.0})).poke_interval == 15.0
 
 
-def test_a_lease_that_is_a_template_is_no_bound() -> None:
+def test_templated_lease_is_no_bound():
     assert sensor(pipeline=Orders(producer={"lease": "{{ var.value.x }}"})).poke_interval == 15.0
 
 
-def test_a_number_of_producers_cannot_be_a_template() -> None:
+def test_number_of_producers_cannot_be_a_template():
     with pytest.raises(OptionsError, match=r"producer\.concurrency.*not a template"):
         Orders(producer={"concurrency": "{{ var.value.many }}"}).dag("orders")
 
 
-def test_a_template_lease_of_a_broker_that_cannot_renew_is_no_error_yet() -> None:
+def test_templated_lease_of_a_non_renewing_broker_is_no_error_yet():
     class Fixed(SqliteProducer):
         renews = False
 
     class FixedOrders(Orders):
         producer = Fixed(queue="orders", path="/nowhere/orders.db")
-
-    from airflow_broadway.task_group import _check_lease
 
     pipeline = FixedOrders(producer={"lease": "{{ var.value.x }}"})
     with DAG("orders", schedule=None):
@@ -76,18 +75,18 @@ def test_a_template_lease_of_a_broker_that_cannot_renew_is_no_error_yet() -> Non
 
 
 class Watched:
-    """A sensor whose watched tasks go through the given states, one set a second."""
+    """A sensor whose watched tasks go through these states, one set a second."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *states: str, elapsed: float = 0.0, **given: Any
+        self, monkeypatch: pytest.MonkeyPatch, *states: str, elapsed: float = 0.0, **options: Any
     ) -> None:
         self.clock = Clocked()
-        self.sensor = sensor(**given)
-        told = dict(enumerate(states))
+        self.sensor = sensor(**options)
+        by_second = dict(enumerate(states))
         last = states[-1]
         monkeypatch.setattr(ack, "time", self.clock)
         monkeypatch.setattr(
-            self.sensor, "_states", lambda context: {"p": told.get(int(self.clock.now), last)}
+            self.sensor, "_states", lambda context: {"p": by_second.get(int(self.clock.now), last)}
         )
         monkeypatch.setattr(self.sensor, "_elapsed", lambda context: elapsed + self.clock.now)
         self.looks: list[float] = []
@@ -101,18 +100,16 @@ class Watched:
         return self.sensor.poke({})
 
 
-def test_a_short_run_is_over_within_a_second_of_its_last_task(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_short_run_ends_within_a_second_of_its_last_task(monkeypatch):
     watched = Watched(monkeypatch, "running", "running", "running", "success")
 
-    done = watched.poke()
+    result = watched.poke()
 
-    assert done.is_done
+    assert result.is_done
     assert watched.looks == [0.0, 3.0]
 
 
-def test_while_it_stays_it_renews_as_often_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_sensor_renews_at_its_interval(monkeypatch):
     # Given a lease of 40 seconds, and a run that outlasts a minute
     watched = Watched(monkeypatch, "running")
     before = datetime.now(UTC)
@@ -126,7 +123,7 @@ def test_while_it_stays_it_renews_as_often_as_ever(monkeypatch: pytest.MonkeyPat
     assert timedelta(seconds=9) < raised.value.reschedule_date - before < timedelta(seconds=15)
 
 
-def test_a_task_that_waits_for_a_slot_is_not_kept_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sensor_frees_its_slot_for_a_queued_task(monkeypatch):
     watched = Watched(monkeypatch, "running", "queued")
 
     with pytest.raises(AirflowRescheduleException):
@@ -136,7 +133,7 @@ def test_a_task_that_waits_for_a_slot_is_not_kept_from_it(monkeypatch: pytest.Mo
     assert watched.clock.now < 10.0
 
 
-def test_a_run_that_is_held_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_run_is_not_awaited(monkeypatch):
     watched = Watched(monkeypatch, "failed")
     monkeypatch.setattr(watched.sensor, "_check_run", lambda context: None)
 
@@ -146,7 +143,7 @@ def test_a_run_that_is_held_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -
     assert watched.clock.now == 0.0
 
 
-def test_a_poking_sensor_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_poking_sensor_frees_nothing(monkeypatch):
     watched = Watched(monkeypatch, "running", mode="poke")
 
     assert watched.poke() is False
@@ -159,21 +156,16 @@ def report_of(**totals: int) -> dict[str, Any]:
         "dag_id": "orders",
         "run_id": "r",
         "path": "file:///report.json",
-        "totals": {
-            "failed": 0,
-            "lapsed": 0,
-            "settle_failed": 0,
-            **totals,
-            "received": received,
-            "accounted": received,
-        },
+        "totals": {"failed": 0, "lapsed": 0, "settle_failed": 0}
+        | totals
+        | {"received": received, "accounted": received},
         "balanced": True,
         "errors": [],
     }
 
 
 @pytest.mark.parametrize(
-    ("given", "totals", "why"),
+    ("options", "totals", "why"),
     [
         ({}, {"acked": 4, "lapsed": 1}, "1 message had lapsed"),
         ({}, {"acked": 4, "settle_failed": 1}, "1 could not be settled"),
@@ -185,15 +177,13 @@ def report_of(**totals: int) -> dict[str, Any]:
         ({"fail_when": 2}, {"acked": 9, "requeued": 2, "failed": 2}, "2 messages failed"),
     ],
 )
-def test_a_run_with_what_nobody_wants_to_miss_is_red(
-    given: dict[str, Any], totals: dict[str, int], why: str
-) -> None:
+def test_lost_or_failed_messages_fail_the_sensor(options, totals, why):
     with pytest.raises(AirflowFailException, match=why):
-        sensor(**given)._conclude(report_of(**totals))
+        sensor(**options)._conclude(report_of(**totals))
 
 
 @pytest.mark.parametrize(
-    ("given", "totals"),
+    ("options", "totals"),
     [
         ({}, {"acked": 4, "dead_lettered": 1, "failed": 1}),
         ({}, {"requeued": 1, "failed": 1}),
@@ -204,13 +194,13 @@ def test_a_run_with_what_nobody_wants_to_miss_is_red(
         ({"fail_when": 0.5}, {"acked": 3, "requeued": 2, "failed": 2}),
     ],
 )
-def test_a_run_that_went_as_it_may_is_green(given: dict[str, Any], totals: dict[str, int]) -> None:
-    assert sensor(**given)._conclude(report_of(**totals))["received"] == sum(
+def test_tolerated_failures_succeed(options, totals):
+    assert sensor(**options)._conclude(report_of(**totals))["received"] == sum(
         count for name, count in totals.items() if name != "failed"
     )
 
 
-def test_a_run_whose_sum_does_not_balance_is_red_and_not_tried_again() -> None:
+def test_unbalanced_run_fails_without_retry():
     # Given a run of which one message is in no class
     report = report_of(acked=4) | {"balanced": False}
     report["totals"] |= {"received": 5}
@@ -220,9 +210,7 @@ def test_a_run_whose_sum_does_not_balance_is_red_and_not_tried_again() -> None:
         sensor(fail_when="never")._conclude(report)
 
 
-def test_a_failure_of_the_sensor_has_no_text_of_a_broker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sensor_failure_contains_no_broker_text(monkeypatch):
     # Given a broker that answers with what a sender wrote
     report = report_of(acked=4, settle_failed=1) | {"errors": ["refused: <b>x</b>"]}
 
@@ -240,21 +228,19 @@ def test_a_failure_of_the_sensor_has_no_text_of_a_broker(
     assert "Error: refused: <b>x</b>" in lines
 
 
-def test_a_run_with_a_failed_task_is_red() -> None:
+def test_failed_task_fails_the_sensor():
     with pytest.raises(AirflowFailException, match=r"tasks failed: broadway\.batch\.late; fix"):
         sensor()._conclude({**report_of(acked=4), "failed_tasks": ["broadway.batch.late"]})
 
 
-def test_mapped_tasks_are_told_as_the_ui_tells_them() -> None:
+def test_mapped_tasks_are_named_as_in_the_ui():
     with DAG("orders", schedule=None) as dag:
         for task_id in ("process", "batch_1"):
             EmptyOperator(task_id=task_id)
         look = BroadwayAckSensor(task_id="ack", pipeline=Orders, watch=["process", "batch_1"])
     states = {"process_0": "success", "process_1": "failed", "batch_1": "skipped"}
     ti = SimpleNamespace(
-        dag_id="orders",
-        run_id="r",
-        get_task_states=lambda dag_id, run_ids, task_ids: {"r": states},
+        dag_id="orders", run_id="r", get_task_states=lambda dag_id, run_ids, task_ids: {"r": states}
     )
     context: Any = {"ti": ti, "dag": dag}
 
@@ -266,9 +252,7 @@ def test_mapped_tasks_are_told_as_the_ui_tells_them() -> None:
 
 
 @pytest.mark.parametrize(("state", "ended"), [("success", "ack"), ("running", None), (None, None)])
-def test_a_process_task_knows_whether_its_sensor_has_ended(
-    state: str | None, ended: str | None
-) -> None:
+def test_process_task_knows_whether_its_sensor_has_ended(state, ended):
     with DAG("orders", schedule=None) as dag:
         process = EmptyOperator(task_id="process")
         BroadwayAckSensor(task_id="ack", pipeline=Orders, watch=["process"])

@@ -78,15 +78,17 @@ class Puts(Broadway):
         return message.put_data(put.data).put_batch_key(put.key).put_batcher(put.batcher)
 
     def handle_batch(self, batcher: str, messages: Any, info: BatchInfo, context: Any) -> Any:
-        held = [repr((each.data, each.batch_key, dict(each.metadata))) for each in messages]
-        about = batcher, repr(info.batch_key), info.partition, info.size, info.trigger.value
+        contents = [
+            repr((message.data, message.batch_key, dict(message.metadata))) for message in messages
+        ]
+        facts = batcher, repr(info.batch_key), info.partition, info.size, info.trigger.value
         with self.lock:
-            self.seen.append((*about, sorted(held)))
+            self.seen.append((*facts, sorted(contents)))
         return messages
 
     def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
         with self.lock:
-            self.seen.extend(each.status.text.partition(" object at")[0] for each in messages)
+            self.seen.extend(message.status.text.partition(" object at")[0] for message in messages)
         return messages
 
 
@@ -105,33 +107,33 @@ def by_kit(folder: Path) -> None:
     driver.drain()
 
 
-def by_run_local(folder: Path, made: Broadway) -> None:
-    assert made.run_local().balanced
+def by_run_local(folder: Path, pipeline: Broadway) -> None:
+    assert pipeline.run_local().balanced
 
 
-def by_one_task(folder: Path, made: Broadway) -> None:
-    given: dict[str, Any] = {"staging": f"file://{folder}/staging", "fail_when": "never"}
-    Tasks().execute(BroadwayRunOperator(task_id="run", pipeline=made, **given))
+def by_one_task(folder: Path, pipeline: Broadway) -> None:
+    kwargs: dict[str, Any] = {"staging": f"file://{folder}/staging", "fail_when": "never"}
+    Tasks().execute(BroadwayRunOperator(task_id="run", pipeline=pipeline, **kwargs))
 
 
-def by_tasks(folder: Path, made: Broadway) -> None:
+def by_tasks(folder: Path, pipeline: Broadway) -> None:
     tasks = Tasks()
-    given: dict[str, Any] = {"pipeline": made, "staging": f"file://{folder}/staging"}
-    names = ["process", *(f"batch.{name}" for name in made.batchers)]
+    kwargs: dict[str, Any] = {"pipeline": pipeline, "staging": f"file://{folder}/staging"}
+    names = ["process", *(f"batch.{name}" for name in pipeline.batchers)]
     tasks.task_ids = [*names, "ack"]
-    processed = tasks.execute(BroadwayProcessorOperator(task_id="process", **given))
-    for name in made.batchers:
+    processed = tasks.execute(BroadwayProcessorOperator(task_id="process", **kwargs))
+    for name in pipeline.batchers:
         task = f"batch.{name}"
         tasks.execute(
-            BroadwayBatcherOperator(task_id=task, batcher=name, processed=[processed], **given)
+            BroadwayBatcherOperator(task_id=task, batcher=name, processed=[processed], **kwargs)
         )
-    tasks.execute(BroadwayAckSensor(task_id="ack", watch=names, fail_when="never", **given))
+    tasks.execute(BroadwayAckSensor(task_id="ack", watch=names, fail_when="never", **kwargs))
 
 
 WAYS = [by_run_local, by_one_task, by_tasks]
 
 
-def what_is_seen(way: Callable[[Path], None], folder: Path) -> list[str]:
+def observe(way: Callable[[Path], None], folder: Path) -> list[str]:
     Puts.seen = []
     folder.mkdir()
     way(folder)
@@ -139,66 +141,67 @@ def what_is_seen(way: Callable[[Path], None], folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_batches_and_failures_are_those_of_the_test_kit(
-    way: Callable[[Path, Broadway], None], tmp_path: Path
-) -> None:
-    expected = what_is_seen(by_kit, tmp_path / "kit")
+def test_batches_and_failures_match_the_test_kit(way, tmp_path):
+    expected = observe(by_kit, tmp_path / "kit")
     assert len(expected) == 12
-    assert sum("Error: " in each for each in expected) == 3
-    found = what_is_seen(lambda folder: way(folder, queued(folder)), tmp_path / "way")
-    assert found == expected
+    assert sum("Error: " in text for text in expected) == 3
+    observed = observe(lambda folder: way(folder, queued(folder)), tmp_path / "way")
+    assert observed == expected
 
 
 # -- callbacks that return something else ----------------------------------------------------------
 
 
-def doubled(given: list[Message]) -> list[Message]:
-    return [given[0], *given[:-1]]
+def doubled(messages: list[Message]) -> list[Message]:
+    return [messages[0], *messages[:-1]]
 
 
-def more(given: list[Message]) -> list[Message]:
-    return [*given, *given]
+def more(messages: list[Message]) -> list[Message]:
+    return [*messages, *messages]
 
 
-def foreign(given: list[Message]) -> list[Message]:
-    return [*given[1:], Message(b"x", message_id="foreign", acknowledger=given[0].acknowledger)]
+def foreign(messages: list[Message]) -> list[Message]:
+    return [
+        *messages[1:],
+        Message(b"x", message_id="foreign", acknowledger=messages[0].acknowledger),
+    ]
 
 
-def anew(given: list[Message]) -> list[Message]:
-    first = Message(given[0].data, message_id=given[0].message_id, status=given[0].status)
-    return [first, *given[1:]]
+def anew(messages: list[Message]) -> list[Message]:
+    first = Message(messages[0].data, message_id=messages[0].message_id, status=messages[0].status)
+    return [first, *messages[1:]]
 
 
-def fewer(given: list[Message]) -> list[Message]:
-    return given[1:]
+def fewer(messages: list[Message]) -> list[Message]:
+    return messages[1:]
 
 
-def both(given: list[Message]) -> list[Message]:
-    return [given[0], given[0].failed("as well"), *given[1:]]
+def both(messages: list[Message]) -> list[Message]:
+    return [messages[0], messages[0].failed("as well"), *messages[1:]]
 
 
 class Odd(Broadway):
-    """Its callbacks return what the context says; every third message fails."""
+    """One callback, named by the context, changes its messages; every third message fails."""
 
     producer = SqliteProducer(queue="odd", path="/replaced", retry=RetryPolicy(max_attempts=1))
     processors = Processors(concurrency=1, max_demand=20)  # one chunk of ten
     batchers = {"default": Batcher(engine="python", batch_timeout=None)}
 
-    def told(self, callback: str, messages: list[Message], context: Any) -> list[Message]:
+    def changed(self, callback: str, messages: list[Message], context: Any) -> list[Message]:
         name, how = context
         return globals()[how](messages) if name == callback else messages
 
     def prepare_messages(self, messages: list[Message], context: Any) -> list[Message]:
-        return self.told("prepare_messages", messages, context)
+        return self.changed("prepare_messages", messages, context)
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         return message.failed("third") if int(message.data) % 3 == 0 else message
 
     def handle_batch(self, batcher: str, messages: Any, info: BatchInfo, context: Any) -> Any:
-        return self.told("handle_batch", messages, context)
+        return self.changed("handle_batch", messages, context)
 
     def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
-        return self.told("handle_failed", messages, context)
+        return self.changed("handle_failed", messages, context)
 
 
 class OddPlain(Odd):
@@ -208,16 +211,16 @@ class OddPlain(Odd):
 def after(
     way: Callable[[Path, Any], None], folder: Path, kind: type[Odd], context: Any
 ) -> tuple[list[Any], list[bytes]]:
-    """The dead letters with their reasons, and what is in the queue again."""
+    """The dead letters with their reasons, and the messages back in the queue."""
     folder.mkdir()
     path = str(folder / "queue.db")
     with SqliteQueue(path, "odd") as queue:
         queue.send([b"%d" % number for number in range(10)])
     way(folder, kind(producer={"path": path}, context=context))
     with SqliteQueue(path, "odd") as queue:
-        dead = sorted((each.body, _without_ids(each.reason)) for each in queue.dead_letters())
+        dead = sorted((letter.body, _without_ids(letter.reason)) for letter in queue.dead_letters())
         assert queue.depth().leased == 0
-        left = [each.data for each in queue.receive("look", 20)]
+        left = [message.data for message in queue.receive("look", 20)]
     return dead, sorted(left)
 
 
@@ -225,8 +228,8 @@ def _without_ids(reason: str) -> str:
     return re.sub(r"message '[^']+'", "message …", reason)
 
 
-def both_ways(given: list[Message]) -> list[Message]:
-    return [given[0].failed("as well"), *given]
+def both_ways(messages: list[Message]) -> list[Message]:
+    return [messages[0].failed("as well"), *messages]
 
 
 HOWS = ["doubled", "more", "foreign", "anew", "fewer", "both", "both_ways"]
@@ -240,21 +243,21 @@ CALLBACKS = ["prepare_messages", "handle_failed", "handle_batch"]
         *((OddPlain, "handle_failed", how) for how in ("more", "foreign")),
     ],
 )
-def test_callbacks_that_return_other_messages_do_the_same_everywhere(
-    kind: type[Odd], callback: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_callbacks_returning_other_messages_behave_the_same_everywhere(
+    kind, callback, how, tmp_path, caplog
+):
     seen = {}
     for way in WAYS:
         caplog.clear()
-        found = after(way, tmp_path / way.__name__, kind, [callback, how])
+        observed = after(way, tmp_path / way.__name__, kind, [callback, how])
         seen[way.__name__] = (
-            found,
-            sorted({code for each in caplog.records if (code := getattr(each, "code", None))}),
+            observed,
+            sorted({code for record in caplog.records if (code := getattr(record, "code", None))}),
         )
     first = seen["by_run_local"]
     assert seen == dict.fromkeys(seen, first)
     (dead, left), codes = first
-    assert codes, "it is told"
+    assert codes, "it is logged"
     if callback == "prepare_messages":
         assert (codes, len(dead), left) == (["prepare_messages_count_mismatch"], 10, [])
         return

@@ -53,9 +53,7 @@ class KeptLog(Log):
 
 
 def context(
-    run_type: str,
-    interval: tuple[datetime | None, datetime | None] = HOUR,
-    **params: Any,
+    run_type: str, interval: tuple[datetime | None, datetime | None] = HOUR, **params: Any
 ) -> Any:
     start, end = interval
     run = SimpleNamespace(
@@ -65,12 +63,12 @@ def context(
     return {"dag_run": run, "ti": ti, "params": {"max_messages": 5, **params}}
 
 
-def chosen(pipeline: type[Broadway], made: Any, **arguments: Any) -> RunSource:
+def chosen(pipeline: type[Broadway], run_context: Any, **arguments: Any) -> RunSource:
     operator = BroadwayProcessorOperator(task_id="process", pipeline=pipeline, **arguments)
-    return source_of_run(operator, Host(made), pipeline())
+    return source_of_run(operator, Host(run_context), pipeline())
 
 
-def test_a_run_takes_the_queue_and_a_backfill_the_archive_or_else_the_log() -> None:
+def test_runs_read_the_queue_and_backfills_the_archive_or_log():
     live, archive = RunSource(), RunSource(kind="archive", interval=HOUR)
     for pipeline in (Queue, Kept, Log, KeptLog):
         assert chosen(pipeline, context("scheduled")) == live
@@ -79,22 +77,22 @@ def test_a_run_takes_the_queue_and_a_backfill_the_archive_or_else_the_log() -> N
     assert chosen(Log, context("backfill")) == RunSource(kind="log", interval=HOUR)
 
 
-def test_a_schedule_that_catches_up_reads_its_intervals_where_the_operator_says_so() -> None:
+def test_catching_up_schedule_reads_intervals_if_configured():
     source = chosen(Kept, context("scheduled"), source="archive")
 
     assert source == RunSource(kind="archive", interval=HOUR)
 
 
-def test_params_choose_before_the_operator_and_the_operator_before_the_type() -> None:
+def test_params_precede_the_operator_and_that_the_run_type():
     two = Interval(NOON - timedelta(days=1), NOON)
-    given: Any = {
+    params: Any = {
         "interval_start": "2026-01-30T13:00:00+01:00",
         "interval_end": "2026-01-31T12:00:00",
     }
 
     assert chosen(KeptLog, context("backfill", source="log")).kind == "log"
     assert chosen(KeptLog, context("backfill"), source="log").kind == "log"
-    assert chosen(KeptLog, context("manual", source="archive", **given), source="live") == (
+    assert chosen(KeptLog, context("manual", source="archive", **params), source="live") == (
         RunSource(kind="archive", interval=two)
     )
     assert chosen(Queue, context("manual", source="run", source_run="past")) == (
@@ -106,7 +104,7 @@ def test_params_choose_before_the_operator_and_the_operator_before_the_type() ->
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "made", "said"),
+    ("pipeline", "run_context", "error"),
     [
         (Queue, context("backfill"), "the producer 'sqlite' reads a live queue.*archive ="),
         (Queue, context("manual", source="archive"), "'Queue' has no archive to read"),
@@ -133,35 +131,33 @@ def test_params_choose_before_the_operator_and_the_operator_before_the_type() ->
         (Kept, context("manual", source="memory"), "the source 'memory' is not one of"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_anything_is_received(
-    pipeline: type[Broadway], made: Any, said: str
-) -> None:
-    with pytest.raises(AirflowFailException, match=said):
-        chosen(pipeline, made)
+def test_unavailable_source_is_refused_before_receiving(pipeline, run_context, error):
+    with pytest.raises(AirflowFailException, match=error):
+        chosen(pipeline, run_context)
 
 
-def test_a_source_that_does_not_exist_is_refused_while_the_dag_is_parsed() -> None:
+def test_unknown_source_is_refused_at_parse():
     with pytest.raises(OptionsError, match=r"process\.source.*one of \['archive', "):
         BroadwayProcessorOperator(task_id="process", pipeline=Kept, source="memory")
 
 
-def test_what_is_past_is_read_whole_whatever_the_budgets() -> None:
+def test_past_sources_ignore_budgets():
     operator = BroadwayProcessorOperator(task_id="process", pipeline=Sums, max_bytes=7)
-    made, source = context("backfill"), RunSource(kind="archive", interval=HOUR)
+    run_context, source = context("backfill"), RunSource(kind="archive", interval=HOUR)
 
-    assert budget_of(operator, Host(made), source) == Budget()
+    assert budget_of(operator, Host(run_context), source) == Budget()
     log = RunSource(kind="log", interval=HOUR)
-    assert budget_of(operator, Host(made), log) == Budget(idle_seconds=1.0)
-    assert budget_of(operator, Host(made)).max_messages == 5
-    assert budget_of(operator, Host(made), RunSource(kind="dead_letters")).max_messages == 5
+    assert budget_of(operator, Host(run_context), log) == Budget(idle_seconds=1.0)
+    assert budget_of(operator, Host(run_context)).max_messages == 5
+    assert budget_of(operator, Host(run_context), RunSource(kind="dead_letters")).max_messages == 5
     limited = BroadwayProcessorOperator(
         task_id="process", pipeline=Sums, execution_timeout=timedelta(seconds=100)
     )
-    assert budget_of(limited, Host(made), source).max_seconds == 80.0
+    assert budget_of(limited, Host(run_context), source).max_seconds == 80.0
 
 
 @pytest.mark.parametrize(("guide", "count"), [("backfills", 3), ("dead-letters", 3)])
-def test_airflow_takes_its_own_commands_as_the_guides_have_them(guide: str, count: int) -> None:
+def test_airflow_accepts_the_documented_commands(guide, count):
     from airflow.cli.cli_parser import get_parser
 
     text = (Path(__file__).parents[3] / "docs" / f"{guide}.md").read_text("utf-8")
@@ -169,21 +165,21 @@ def test_airflow_takes_its_own_commands_as_the_guides_have_them(guide: str, coun
 
     assert len(commands) == count
     for command in commands:
-        given = get_parser().parse_args(shlex.split(command))
-        if given.subcommand == "create":
-            assert given.reprocess_behavior in (None, "none", "completed", "failed")
-            assert given.from_date < given.to_date
+        arguments = get_parser().parse_args(shlex.split(command))
+        if arguments.subcommand == "create":
+            assert arguments.reprocess_behavior in (None, "none", "completed", "failed")
+            assert arguments.from_date < arguments.to_date
         else:
-            assert json.loads(given.conf).keys() <= {*Kept.params(), *PARAMS}
+            assert json.loads(arguments.conf).keys() <= {*Kept.params(), *PARAMS}
 
 
-def test_letters_of_a_pipeline_that_the_dag_does_not_have_refuse_the_run() -> None:
-    def choose(dag: DAG, name: str) -> RunSource:
+def test_dead_letters_of_an_unknown_pipeline_refuse_the_run():
+    def choose(dag, name):
         letters = {"pipeline": name, "action": "delete"}
-        made = context("manual", source="dead_letters", dead_letters=letters)
-        made["dag"] = dag
+        task_context = context("manual", source="dead_letters", dead_letters=letters)
+        task_context["dag"] = dag
         operator: Any = dag.task_dict["process"]
-        return source_of_run(operator, Host(made), Queue())
+        return source_of_run(operator, Host(task_context), Queue())
 
     with DAG("letters") as dag:
         BroadwayProcessorOperator(task_id="process", pipeline=Queue)
@@ -195,6 +191,6 @@ def test_letters_of_a_pipeline_that_the_dag_does_not_have_refuse_the_run() -> No
         with pytest.raises(AirflowFailException, match=r"are \['Kept', 'Queue'\]: correct the"):
             choose(dag, "Renamed")
 
-        # Of a class that is given as text the name is not known
+        # The name of a class that is passed as text is unknown
         BroadwayProcessorOperator(task_id="text", pipeline="shop.unloaded:Renamed")
         assert choose(dag, "Renamed").kind == "live"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,10 +32,7 @@ from airflow_broadway.producers import RabbitMQProducer, SqliteProducer, SqliteQ
 from airflow_broadway.runs.backlog.crossings import Runs
 from airflow_broadway.runs.outcomes import event_extra
 from airflow_broadway.sensors.backlog import BroadwayBacklogSensor
-from airflow_broadway.triggers.backlog import (
-    BroadwayBacklogReachedTrigger,
-    BroadwayBacklogTrigger,
-)
+from airflow_broadway.triggers.backlog import BroadwayBacklogReachedTrigger, BroadwayBacklogTrigger
 from tests.unit.operators.context import task_context
 
 
@@ -79,8 +74,8 @@ class Sharded(Broadway):
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SqliteQueue]:
-    """The queue that the connection names; the staging root is beside it."""
+def queue(tmp_path, monkeypatch):
+    """The queue that the connection names; the staging root is next to it."""
     connection = {"conn_type": "broadway_sqlite", "host": str(tmp_path / "queue.db")}
     monkeypatch.setenv("AIRFLOW_CONN_ORDERS_QUEUE", json.dumps(connection))
     monkeypatch.setenv("AIRFLOW__BROADWAY__STAGING", f"file://{tmp_path}/staging")
@@ -88,30 +83,45 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SqliteQue
         yield queue
 
 
-async def told_by(trigger: Any, number: int) -> list[dict[str, Any]]:
-    """The payloads of its first events."""
-    found: list[dict[str, Any]] = []
-    async for event in trigger.run():
-        found.append(event.payload)
-        if len(found) == number:
-            break
-    return found
+def first_event(trigger: Any) -> dict[str, Any]:
+    """The payload of its first event."""
+
+    async def first() -> dict[str, Any]:
+        event = await anext(trigger.run())
+        payload: dict[str, Any] = event.payload
+        return payload
+
+    return asyncio.run(first())
+
+
+def processed(pipeline: Any) -> dict[str, Any]:
+    """The reference of a process task in the run ``one``."""
+    process = BroadwayProcessorOperator(task_id="process", pipeline=pipeline, idle_seconds=0.0)
+    return process.execute(task_context("one"))
+
+
+def batcher_task(batcher: str, pipeline: Any, reference: Any, *outlets: Asset) -> Any:
+    return BroadwayBatcherOperator(
+        task_id="batch",
+        pipeline=pipeline,
+        batcher=batcher,
+        processed=[reference],
+        outlets=list(outlets),
+    )
 
 
 # -- the trigger ---------------------------------------------------------------------------------
 
 
-def test_the_trigger_looks_takes_nothing_and_tells(
-    queue: SqliteQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trigger_reports_the_backlog_and_takes_nothing(queue, monkeypatch):
     monkeypatch.setattr("airflow_broadway.triggers.backlog.count_runs", lambda _: Runs(0, 0))
     queue.send([b"1", b"2", b"3"])
     trigger = BroadwayBacklogTrigger(Orders, dag_id="orders", min_messages=3)
 
-    [told] = asyncio.run(told_by(again(trigger), 1))
+    event = first_event(again(trigger))
 
-    assert (told["pipeline"], told["ready"]) == ("Orders", 3)
-    assert set(told) == {
+    assert (event["pipeline"], event["ready"]) == ("Orders", 3)
+    assert set(event) == {
         *("pipeline", "reason", "at", "crossing", "told"),
         *("ready", "delayed", "leased", "dead", "oldest_age"),
     }
@@ -119,35 +129,31 @@ def test_the_trigger_looks_takes_nothing_and_tells(
 
 
 def again(trigger: Any) -> Any:
-    """The trigger as a triggerer makes it of what was stored."""
+    """The trigger as stored and loaded by a triggerer."""
     path, kwargs = trigger.serialize()
     assert path == f"{type(trigger).__module__}.{type(trigger).__qualname__}"
     return type(trigger)(**kwargs)
 
 
-def test_what_is_stored_of_a_trigger_has_no_credentials_and_is_the_same_each_time(
-    queue: SqliteQueue, tmp_path: Path
-) -> None:
+def test_stored_trigger_is_stable_and_has_no_credentials(queue, tmp_path):
     trigger = BroadwayBacklogTrigger(Orders, dag_id="orders", min_messages=3, max_age=60)
     stored = encode_trigger(trigger)
     row = Trigger(classpath=stored["classpath"], kwargs=stored["kwargs"])
 
-    # Else Airflow would take it for another each time that it parses the Dag, and start it anew
+    # Otherwise Airflow would restart it whenever it parses the Dag
     first = BaseEventTrigger.hash(stored["classpath"], stored["kwargs"])
     assert first == BaseEventTrigger.hash(row.classpath, row.kwargs)
-    # The file of the queue is the connection's to say
+    # The path is resolved from the connection
     assert "orders_queue" in stored["kwargs"]["queues"]
     assert str(tmp_path) not in json.dumps(stored)
 
 
 @pytest.mark.parametrize("kind", ["event", "sensor"])
-def test_a_connection_that_is_missing_ends_no_trigger(
-    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_connection_ends_no_trigger(kind, monkeypatch, caplog):
     monkeypatch.delenv("AIRFLOW_CONN_ORDERS_QUEUE", raising=False)
     waits: list[float] = []
 
-    async def sleep(seconds: float) -> None:
+    async def sleep(seconds):
         waits.append(seconds)
         if seconds == 8.0:
             raise asyncio.CancelledError
@@ -159,16 +165,16 @@ def test_a_connection_that_is_missing_ends_no_trigger(
         trigger = BroadwayBacklogReachedTrigger(queues=trigger.queues, dag_id="orders", **bounds)
 
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(told_by(trigger, 1))
+        first_event(trigger)
 
     assert waits[-3:] == [2.0, 4.0, 8.0]
     assert "'orders_queue' is not defined" in caplog.text
 
 
-def test_a_broker_that_does_not_answer_leaves_the_loop_free() -> None:
+def test_unresponsive_broker_leaves_the_loop_free():
     answer = threading.Event()
 
-    async def both() -> str:
+    async def both():
         look = asyncio.ensure_future(adapter.run_in_thread(lambda: answer.wait(30.0)))
         await asyncio.sleep(0)  # the loop goes on
         assert not look.done()
@@ -179,12 +185,10 @@ def test_a_broker_that_does_not_answer_leaves_the_loop_free() -> None:
 
 
 @pytest.mark.parametrize("kind", ["event", "sensor"])
-def test_each_trigger_looks_in_a_thread_of_its_own(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_trigger_looks_in_its_own_thread(kind, monkeypatch):
     threads: list[str] = []
 
-    def look(*_: Any, **__: Any) -> QueueDepth:
+    def look(*_, **__):
         threads.append(threading.current_thread().name)
         return QueueDepth(3, 0, 0, 0, None)
 
@@ -196,13 +200,13 @@ def test_each_trigger_looks_in_a_thread_of_its_own(
             queues=trigger.queues, dag_id="orders", min_messages=3, poke_interval=0.001
         )
 
-    asyncio.run(told_by(trigger, 1))
+    first_event(trigger)
 
     assert threads == ["broadway-backlog"]
 
 
-def test_what_a_look_raises_is_the_callers_and_a_cancelled_one_ends_in_silence() -> None:
-    async def failing() -> None:
+def test_error_of_a_look_reaches_the_caller_and_cancellation_is_silent():
+    async def failing():
         with pytest.raises(ZeroDivisionError):
             await adapter.run_in_thread(lambda: 1 / 0)
 
@@ -210,19 +214,21 @@ def test_what_a_look_raises_is_the_callers_and_a_cancelled_one_ends_in_silence()
     answer = threading.Event()
     troubles: list[Any] = []
 
-    def slow() -> None:
+    def slow():
         answer.wait(30.0)
 
-    async def cancelled() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, about: troubles.append(about))
+    async def cancelled():
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: troubles.append(context)
+        )
         look = asyncio.ensure_future(adapter.run_in_thread(slow))
         await asyncio.sleep(0)
         look.cancel()
         with pytest.raises(asyncio.CancelledError):
             await look
         answer.set()
-        looks = [each for each in threading.enumerate() if each.name == "broadway-backlog"]
-        assert looks  # beside the first one, which may be about to end
+        looks = [t for t in threading.enumerate() if t.name == "broadway-backlog"]
+        assert looks  # next to the first one, which may be about to end
         for thread in looks:
             await asyncio.to_thread(thread.join, 30.0)
         await asyncio.sleep(0)
@@ -231,16 +237,16 @@ def test_what_a_look_raises_is_the_callers_and_a_cancelled_one_ends_in_silence()
     assert troubles == []
 
 
-def test_what_another_release_has_stored_ends_its_own_trigger_and_no_triggerer() -> None:
+def test_trigger_stored_by_another_release_ends_alone():
     kwargs = BroadwayBacklogTrigger(Orders, dag_id="orders", min_messages=3).serialize()[1]
     # Made in the triggerer's own loop, which nothing but a TypeError leaves alone
     trigger = BroadwayBacklogTrigger(**{**kwargs, "min_messages": "many"})
     with pytest.raises(OptionsError):
-        asyncio.run(told_by(trigger, 1))
+        first_event(trigger)
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("options", "error"),
     [
         ({}, r"'Backlog\.min_messages' not found"),
         ({"min_messages": 1, "max_runs": 0}, r"BroadwayBacklogTrigger\.max_runs': expected a posi"),
@@ -249,30 +255,28 @@ def test_what_another_release_has_stored_ends_its_own_trigger_and_no_triggerer()
         ({"max_age": 60, "pipeline": Sharded}, r"max_age': expected min_messages as well: rabb"),
     ],
 )
-def test_each_option_of_the_trigger_is_checked_while_a_dag_is_parsed(
-    given: dict[str, Any], error: str
-) -> None:
+def test_trigger_options_are_checked_at_parse(options, error):
     with pytest.raises(OptionsError, match=error):
-        BroadwayBacklogTrigger(**{"pipeline": Orders, "dag_id": "orders", **given})
+        BroadwayBacklogTrigger(**{"pipeline": Orders, "dag_id": "orders", **options})
 
 
-def test_a_run_that_is_queued_counts_as_one_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+def test_queued_run_counts_as_active(monkeypatch):
+    requests: list[Any] = []
 
-    def count(dag_id: str, states: list[str] | None = None) -> int:
-        asked.append((dag_id, states))
+    def count(dag_id, states=None):
+        requests.append((dag_id, states))
         return 7 if states is None else len(states)
 
     monkeypatch.setattr(RuntimeTaskInstance, "get_dr_count", staticmethod(count))
     assert adapter.count_runs("orders") == Runs(open=2, ever=7)
-    # One that is made between both is open: else nothing would say that it was made
-    assert asked == [("orders", None), ("orders", ["queued", "running"])]
+    # A run that is created between both counts as open
+    assert requests == [("orders", None), ("orders", ["queued", "running"])]
 
 
 # -- the schedule --------------------------------------------------------------------------------
 
 
-def test_a_dag_runs_by_its_backlog_in_one_line() -> None:
+def test_backlog_schedules_a_dag_in_one_line():
     dag = Orders.dag("orders", schedule=backlog(min_messages=5, max_age=60), max_active_runs=3)
 
     asset = dag.schedule
@@ -280,17 +284,12 @@ def test_a_dag_runs_by_its_backlog_in_one_line() -> None:
     assert asset.name == "orders.Orders.backlog"
     [watcher] = asset.watchers
     stored = watcher.trigger.serialize()[1]
-    assert {name: value for name, value in stored.items() if name != "queues"} == {
-        "dag_id": "orders",
-        "min_messages": 5,
-        "max_age": 60,
-        "max_runs": 3,
-        "poke_interval": 30.0,
-        "staging": None,
-    }
+    del stored["queues"]
+    bounds = {"min_messages": 5, "max_age": 60, "max_runs": 3, "poke_interval": 30.0}
+    assert stored == {"dag_id": "orders", "staging": None, **bounds}
 
 
-def test_a_queue_whose_name_is_a_template_is_refused_as_a_schedule() -> None:
+def test_templated_queue_name_is_refused_as_a_schedule():
     with pytest.raises(OptionsError, match=r"producer\.queue': expected no template"):
         Orders(producer={"queue": "{{ ds }}"}).dag("orders", schedule=backlog(min_messages=5))
 
@@ -298,32 +297,30 @@ def test_a_queue_whose_name_is_a_template_is_refused_as_a_schedule() -> None:
 # -- the sensor ----------------------------------------------------------------------------------
 
 
-def sensor(**given: Any) -> BroadwayBacklogSensor:
+def sensor(**options: Any) -> BroadwayBacklogSensor:
     return BroadwayBacklogSensor(
-        task_id="wait", pipeline=Orders, **{"min_messages": 2, "poke_interval": 5.0, **given}
+        task_id="wait", pipeline=Orders, **{"min_messages": 2, "poke_interval": 5.0, **options}
     )
 
 
-def test_a_sensor_pokes_until_the_backlog_has_reached_its_bounds(queue: SqliteQueue) -> None:
+def test_sensor_pokes_until_the_backlog_reaches_its_bounds(queue):
     queue.send([b"1"])
     assert not sensor().poke(task_context()).is_done
     queue.send([b"2"])
-    found: Any = sensor().poke(task_context())
-    assert found.is_done
-    assert found.xcom_value["reason"] == "2 messages (min_messages=2)"
+    result: Any = sensor().poke(task_context())
+    assert result.is_done
+    assert result.xcom_value["reason"] == "2 messages (min_messages=2)"
     assert queue.depth().ready == 2
 
 
 @pytest.mark.parametrize("deferrable", [False, True])
-def test_a_look_that_fails_fails_the_sensor(
-    deferrable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_look_fails_the_sensor(deferrable, monkeypatch):
     monkeypatch.delenv("AIRFLOW_CONN_ORDERS_QUEUE", raising=False)
     with pytest.raises(ConnectionMissing, match="'orders_queue' is not defined"):
         sensor(deferrable=deferrable).execute(task_context())
 
 
-def test_a_deferrable_sensor_defers_to_a_trigger_of_the_same_bounds(queue: SqliteQueue) -> None:
+def test_deferrable_sensor_defers_to_a_trigger_with_the_same_bounds(queue):
     waiting = sensor(deferrable=True, timeout=600.0)
     with pytest.raises(TaskDeferred) as deferred:
         waiting.execute(task_context())
@@ -335,15 +332,15 @@ def test_a_deferrable_sensor_defers_to_a_trigger_of_the_same_bounds(queue: Sqlit
 
     queue.send([b"1", b"2"])
     trigger.poke_interval = 0.001
-    [told] = asyncio.run(told_by(again(trigger), 1))
-    assert waiting.resume(task_context(), told)["ready"] == 2
+    event = first_event(again(trigger))
+    assert waiting.resume(task_context(), event)["ready"] == 2
     # and what is there at once is not deferred
-    found: Any = waiting.execute(task_context())
-    assert found["ready"] == 2
+    result: Any = waiting.execute(task_context())
+    assert result["ready"] == 2
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("options", "error"),
     [
         ({"min_messages": None}, r"'Backlog\.min_messages' not found"),
         ({"poke_interval": 0}, r"Backlog\.poke_interval': expected a number of seconds"),
@@ -351,11 +348,9 @@ def test_a_deferrable_sensor_defers_to_a_trigger_of_the_same_bounds(queue: Sqlit
         ({"pipeline": "no_such_module:Orders", "min_messages": -1}, r"Backlog\.min_messages"),
     ],
 )
-def test_each_option_of_the_sensor_is_checked_while_a_dag_is_parsed(
-    given: dict[str, Any], error: str
-) -> None:
+def test_sensor_options_are_checked_at_parse(options, error):
     with pytest.raises(OptionsError, match=error):
-        BroadwayBacklogSensor(**{"task_id": "w", "pipeline": Orders, "min_messages": 2, **given})
+        BroadwayBacklogSensor(**{"task_id": "w", "pipeline": Orders, "min_messages": 2, **options})
 
 
 # -- the run -------------------------------------------------------------------------------------
@@ -363,8 +358,8 @@ def test_each_option_of_the_sensor_is_checked_while_a_dag_is_parsed(
 
 def started_by(at: str, run_id: str, *, try_number: int = 1, others: bool = False) -> Any:
     """The context of a run that an event started."""
-    told = {"at": at, "crossing": at, "reason": "3 messages (min_messages=3)"}
-    events = [SimpleNamespace(extra={"from_trigger": True, "payload": told})]
+    event = {"at": at, "crossing": at, "reason": "3 messages (min_messages=3)"}
+    events = [SimpleNamespace(extra={"from_trigger": True, "payload": event})]
     if others:
         events.append(SimpleNamespace(extra={}))
     context = task_context(run_id)
@@ -374,9 +369,7 @@ def started_by(at: str, run_id: str, *, try_number: int = 1, others: bool = Fals
 
 
 @pytest.mark.parametrize("operator", [BroadwayProcessorOperator, BroadwayRunOperator])
-def test_a_second_run_of_one_crossing_takes_nothing_and_says_why(
-    queue: SqliteQueue, operator: Any
-) -> None:
+def test_second_run_of_one_crossing_is_skipped(queue, operator):
     task = operator(task_id="process", pipeline=Orders, idle_seconds=0.0)
     queue.send([b"1", b"2", b"3"])
     assert task.execute(started_by("2026-01-01T00:00:00+00:00", "one"))["received"] == 3
@@ -394,18 +387,16 @@ def test_a_second_run_of_one_crossing_takes_nothing_and_says_why(
     assert task.execute(started_by("2999-01-01T00:00:00+00:00", "four"))["received"] == 0
 
 
-def test_from_the_event_to_the_acked_message(
-    queue: SqliteQueue, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_event_leads_to_acked_messages(queue, monkeypatch, capfd):
     # Given an event of the trigger that Airflow made of the Dag's schedule
     monkeypatch.setattr("airflow_broadway.triggers.backlog.count_runs", lambda _: Runs(0, 0))
     schedule: Any = Orders.dag("orders", schedule=backlog(min_messages=3)).schedule
     queue.send([b"1", b"2", b"3"])
-    [told] = asyncio.run(told_by(again(schedule.watchers[0].trigger), 1))
+    event = first_event(again(schedule.watchers[0].trigger))
 
     # When the run that it starts is at work
     context = started_by("", "one")
-    context["triggering_asset_events"]["asset"][0].extra["payload"] = told
+    context["triggering_asset_events"]["asset"][0].extra["payload"] = event
     task = BroadwayProcessorOperator(task_id="process", pipeline=Orders, idle_seconds=0.0)
     assert task.execute(context)["received"] == 3
 
@@ -417,23 +408,19 @@ def test_from_the_event_to_the_acked_message(
 # -- outlets -------------------------------------------------------------------------------------
 
 
-def test_a_batchers_outlets_are_those_of_the_task_that_handles_its_batches() -> None:
+def test_batcher_outlets_belong_to_the_task_that_handles_batches():
     with DAG("d", schedule=None) as dag:
-        Batched.task_group("g", batch={"outlets": [Asset("given")]})
-    names = {t.task_id: [each.name for each in t.outlets] for t in dag.tasks}
-    assert names["g.batch.kept"] == ["given", "s3://lake/kept"]
-    assert names["g.batch.thrown"] == ["given", "s3://lake/thrown", "s3://lake/all"]
+        Batched.task_group("g", batch={"outlets": [Asset("passed")]})
+    names = {t.task_id: [outlet.name for outlet in t.outlets] for t in dag.tasks}
+    assert names["g.batch.kept"] == ["passed", "s3://lake/kept"]
+    assert names["g.batch.thrown"] == ["passed", "s3://lake/thrown", "s3://lake/all"]
     assert names["g.process"] == names["g.ack"] == []
 
 
-def test_an_outlets_event_has_counts_and_batch_ids(queue: SqliteQueue) -> None:
+def test_outlet_event_has_counts_and_batch_ids(queue):
     queue.send([b"good", b"bad"])
-    process = BroadwayProcessorOperator(task_id="process", pipeline=Batched, idle_seconds=0.0)
-    reference = process.execute(task_context("one"))
     kept = Asset("s3://lake/kept")
-    task = BroadwayBatcherOperator(
-        task_id="batch", pipeline=Batched, batcher="kept", processed=[reference], outlets=[kept]
-    )
+    task = batcher_task("kept", Batched, processed(Batched), kept)
     context: Any = {**task_context("one"), "outlet_events": {kept: SimpleNamespace(extra={})}}
 
     task.execute(context)
@@ -441,40 +428,30 @@ def test_an_outlets_event_has_counts_and_batch_ids(queue: SqliteQueue) -> None:
     extra = context["outlet_events"][kept].extra
     [batch_id] = extra.pop("batch_ids")
     assert batch_id
-    assert extra == {
-        "pipeline": "Batched",
-        "batches": 1,
-        "successful": 1,
-        "failed": 1,
-        "batch_ids_left_out": 0,
-    }
+    counts = {"batches": 1, "successful": 1, "failed": 1, "batch_ids_left_out": 0}
+    assert extra == {"pipeline": "Batched", **counts}
     assert task.outlets == [kept]
 
 
-def test_an_outlet_of_several_batchers_has_one_event_of_what_is_its_own(
-    queue: SqliteQueue,
-) -> None:
+def test_shared_outlet_sums_its_batchers(queue):
     # Given batches of two batchers, as one task of Spark handles them
     queue.send([b"good", b"bad", b"old", b"old"])
-    process = BroadwayProcessorOperator(task_id="process", pipeline=Batched, idle_seconds=0.0)
-    reference = process.execute(task_context("one"))
+    reference = processed(Batched)
     run = Host(task_context("one")).open_run(None, Batched())
     heads = []
     for name in Batched.batchers:
-        task = BroadwayBatcherOperator(
-            task_id=name, pipeline=Batched, batcher=name, processed=[reference]
-        )
+        task = batcher_task(name, Batched, reference)
         heads.append(BatchPlan.read(run.files, task.execute(task_context("one"))["plan"])[0])
 
-    # When that tells of outlets: the batchers' own, and one that it was given
-    names = ["s3://lake/kept", "s3://lake/thrown", "s3://lake/all", "given"]
+    # When it emits events of the batchers' outlets, and of one of its own
+    names = ["s3://lake/kept", "s3://lake/thrown", "s3://lake/all", "passed"]
     outlets = [Asset(name) for name in names]
     events = {outlet: SimpleNamespace(extra={}) for outlet in outlets}
     operator: Any = SimpleNamespace(outlets=outlets)
     context: Any = {"outlet_events": events}
     emit_outlet_events(operator, context, run, Batched(), heads)
 
-    # Then each has what its batchers' batches came to
+    # Then all have the counts of their batchers
     extras = {outlet.name: event.extra for outlet, event in events.items()}
     counts = {
         name: (extra["batches"], extra["successful"], extra["failed"], len(extra["batch_ids"]))
@@ -484,54 +461,31 @@ def test_an_outlet_of_several_batchers_has_one_event_of_what_is_its_own(
         "s3://lake/kept": (1, 1, 1, 1),
         "s3://lake/thrown": (1, 2, 0, 1),
         "s3://lake/all": (1, 2, 0, 1),
-        "given": (2, 3, 1, 2),
+        "passed": (2, 3, 1, 2),
     }
 
 
-def test_an_event_has_no_more_ids_than_a_database_likes() -> None:
-    outcomes: Any = [
-        SimpleNamespace(batch_id=f"b{number}", successful=1, failed=0) for number in range(1_200)
-    ]
+def test_outlet_event_bounds_its_batch_ids():
+    ids = [f"b{number}" for number in range(1_200)]
+    outcomes: Any = [SimpleNamespace(batch_id=id_, successful=1, failed=0) for id_ in ids]
     extra = event_extra("p", outcomes)
-    assert (extra["batches"], len(extra["batch_ids"]), extra["batch_ids_left_out"]) == (
-        1_200,
-        1_000,
-        200,
-    )
+    assert (extra["batches"], len(extra["batch_ids"])) == (1_200, 1_000)
+    assert extra["batch_ids_left_out"] == 200
 
 
-def test_an_outlet_of_which_nothing_succeeded_has_no_event(
-    queue: SqliteQueue, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_outlet_without_success_has_no_event(queue, caplog):
     queue.send([b"bad"])
-    process = BroadwayProcessorOperator(task_id="process", pipeline=Batched, idle_seconds=0.0)
-    reference = process.execute(task_context("one"))
-    task = BroadwayBatcherOperator(
-        task_id="batch",
-        pipeline=Batched,
-        batcher="kept",
-        processed=[reference],
-        outlets=[Asset("other")],
-    )
+    task = batcher_task("kept", Batched, processed(Batched), Asset("other"))
     context: Any = {**task_context("one"), "outlet_events": {}}
     task.execute(context)
     assert task.outlets == []
     assert "The outlets ['s3://lake/kept'] are declared by batchers" in caplog.text
 
 
-def test_a_task_that_leaves_its_batches_to_spark_tells_of_no_outlet(
-    queue: SqliteQueue, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_batcher_task_for_spark_emits_no_outlet_event(queue, capfd):
     queue.send([b"1"])
     pipeline = OnSpark()
-    process = BroadwayProcessorOperator(task_id="process", pipeline=pipeline, idle_seconds=0.0)
-    task = BroadwayBatcherOperator(
-        task_id="batch",
-        pipeline=pipeline,
-        batcher="default",
-        processed=[process.execute(task_context("one"))],
-        outlets=[Asset("given")],
-    )
+    task = batcher_task("default", pipeline, processed(pipeline), Asset("passed"))
     context: Any = {**task_context("one"), "outlet_events": {}}
 
     assert task.execute(context)["batches"] == 1
@@ -541,12 +495,12 @@ def test_a_task_that_leaves_its_batches_to_spark_tells_of_no_outlet(
 
 
 @pytest.mark.parametrize("outlets", ["s3://lake", [""], [5], ["{{ ds }}"]])
-def test_outlets_are_checked_while_a_dag_is_parsed(outlets: Any) -> None:
+def test_outlets_are_checked_at_parse(outlets):
     with pytest.raises(OptionsError, match=r"Batcher\.outlets': expected"):
         Batcher(outlets=outlets)
 
 
-def test_a_run_without_staging_refuses_outlets_of_batchers() -> None:
+def test_unstaged_run_refuses_batcher_outlets():
     with pytest.raises(
         OptionsError, match=r"batchers\.kept\.outlets': expected none with Broadway"
     ):

@@ -7,9 +7,8 @@ import base64
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,14 +34,14 @@ class Orders(Broadway):
 
 
 @pytest.fixture
-def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitoring]:
+def google(tmp_path, monkeypatch):
     """Cloud Monitoring for all of this process, and Airflow's connection to Google."""
     monkeypatch.delenv("PUBSUB_EMULATOR_HOST", raising=False)
     monkeypatch.setenv("AIRFLOW__BROADWAY__STAGING", f"file://{tmp_path}/staging")
     connect(monkeypatch, account("a"))
-    made = Monitoring(authority=Authority.make(tmp_path, "authority"))
-    with made, made.as_googles(monkeypatch):
-        yield made
+    monitoring = Monitoring(authority=Authority.make(tmp_path, "authority"))
+    with monitoring, monitoring.as_googles(monkeypatch):
+        yield monitoring
 
 
 account = cache(service_account)  # a key takes long to make
@@ -50,32 +49,30 @@ account = cache(service_account)  # a key takes long to make
 
 def connect(patch: pytest.MonkeyPatch, key: dict[str, str], **extra: str) -> None:
     """Define the Airflow connection, anew."""
-    about = {"keyfile_dict": key, **extra}
-    connection = {"conn_type": "google_cloud_platform", "extra": about}
+    fields = {"keyfile_dict": key, **extra}
+    connection = {"conn_type": "google_cloud_platform", "extra": fields}
     patch.setenv("AIRFLOW_CONN_GOOGLE", json.dumps(connection))
 
 
 def trigger(**bounds: Any) -> BroadwayBacklogTrigger:
-    """As a triggerer makes it of what was stored."""
-    made = BroadwayBacklogTrigger(Orders, dag_id="orders", poke_interval=1.0, **bounds)
-    return BroadwayBacklogTrigger(**made.serialize()[1])
+    """A trigger as stored and loaded by a triggerer."""
+    new = BroadwayBacklogTrigger(Orders, dag_id="orders", poke_interval=1.0, **bounds)
+    return BroadwayBacklogTrigger(**new.serialize()[1])
 
 
-def told_in(
-    trigger: BroadwayBacklogTrigger,
-    before: Sequence[Callable[[], Any]],
-    patch: pytest.MonkeyPatch,
+def events_of(
+    trigger: BroadwayBacklogTrigger, before: Sequence[Callable[[], Any]], patch: pytest.MonkeyPatch
 ) -> list[list[dict[str, Any]]]:
-    """What each look tells, if so much happens before it."""
+    """The events of all looks, each after a step."""
     patch.setattr("airflow_broadway.triggers.backlog.count_runs", lambda _: Runs(0, 0))
-    told: list[list[dict[str, Any]]] = []
-    left = list(before)
+    events: list[list[dict[str, Any]]] = []
+    steps = list(before)
 
     def go_on() -> None:
-        if not left:
+        if not steps:
             raise asyncio.CancelledError
-        left.pop(0)()
-        told.append([])
+        steps.pop(0)()
+        events.append([])
 
     async def sleep(seconds: float) -> None:
         assert seconds == 1.0  # a failure would be looked at later
@@ -86,11 +83,11 @@ def told_in(
     async def follow() -> None:
         go_on()
         async for event in trigger.run():
-            told[-1].append(event.payload)
+            events[-1].append(event.payload)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(follow())
-    return told
+    return events
 
 
 @pytest.mark.parametrize(
@@ -102,27 +99,22 @@ def told_in(
     ],
     ids=["number", "age", "age of none"],
 )
-def test_pubsubs_backlog_is_told_once_it_has_reached_its_bounds(
-    bounds: dict[str, Any],
-    below: tuple[int, int],
-    reached: tuple[int, int],
-    reason: str,
-    google: Monitoring,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pubsub_backlog_is_reported_when_it_reaches_its_bounds(
+    bounds, below, reached, reason, google, monkeypatch
+):
     looks = [lambda: google.holds(*below), lambda: google.holds(*reached), lambda: None]
 
-    before, then, afterwards = told_in(trigger(**bounds), looks, monkeypatch)
+    before, then, afterwards = events_of(trigger(**bounds), looks, monkeypatch)
 
     assert (before, afterwards) == ([], [])
-    [told] = then
-    assert (told["pipeline"], told["reason"]) == ("Orders", reason)
-    assert (told["ready"], told["oldest_age"]) == (reached[0], float(reached[1]))
-    assert all('subscription_id = "orders"' in each.filter for each in google.asked)
+    [event] = then
+    assert (event["pipeline"], event["reason"]) == ("Orders", reason)
+    assert (event["ready"], event["oldest_age"]) == (reached[0], float(reached[1]))
+    assert all('subscription_id = "orders"' in request.filter for request in google.asked)
 
 
 def unknown(why: str, google: Monitoring, patch: pytest.MonkeyPatch) -> None:
-    """From now on nobody says how full the subscription is."""
+    """Makes the depth of the subscription unknown."""
     google.refuses = why == "denied"
     if why == "not installed":
         patch.setitem(sys.modules, "google.cloud.monitoring_v3", None)
@@ -141,66 +133,47 @@ WORDS = {
 
 
 @pytest.mark.parametrize("why", WORDS)
-def test_what_pubsub_does_not_say_is_said_and_is_no_empty_subscription(
-    why: str,
-    google: Monitoring,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unknown_pubsub_depth_is_logged_and_not_zero(why, google, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     google.holds(5, 400)
     with monkeypatch.context() as patch:
 
-        def known_again() -> None:
+        def known_again():
             google.refuses = False
             patch.undo()
             google.holds(5, 400)
 
-        looks = [
-            lambda: None,
-            lambda: unknown(why, google, patch),
-            lambda: None,
-            known_again,
-        ]
-        told = told_in(trigger(min_messages=5, max_age=300.0), looks, monkeypatch)
+        looks = [lambda: None, lambda: unknown(why, google, patch), lambda: None, known_again]
+        events = events_of(trigger(min_messages=5, max_age=300.0), looks, monkeypatch)
 
-    # An empty one would have armed it anew
-    assert [len(each) for each in told] == [1, 0, 0, 0]
+    # An empty one would have rearmed it
+    assert [len(payloads) for payloads in events] == [1, 0, 0, 0]
     assert caplog.text.count(UNKNOWN) == 1
     assert WORDS[why] in caplog.text
     assert account("a")["private_key"] not in caplog.text
 
 
 @pytest.mark.parametrize("why", WORDS)
-def test_a_sensor_goes_on_waiting_for_what_pubsub_does_not_say(
-    why: str,
-    google: Monitoring,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_sensor_keeps_waiting_on_an_unknown_pubsub_depth(why, google, monkeypatch, caplog, capfd):
     caplog.set_level(logging.INFO)
     sensor = BroadwayBacklogSensor(task_id="wait", pipeline=Orders, min_messages=1)
     google.holds(1, 4)
     with monkeypatch.context() as patch:
         unknown(why, google, patch)
-        found: Any = sensor.poke(task_context())
-        assert (found.is_done, found.xcom_value) == (False, None)
-    assert (
-        "does not report the depth" in capfd.readouterr().out
-    )  # an operator's own logger goes past Python's
+        result: Any = sensor.poke(task_context())
+        assert (result.is_done, result.xcom_value) == (False, None)
+    # An operator's own logger bypasses Python's
+    assert "does not report the depth" in capfd.readouterr().out
     assert WORDS[why] in caplog.text
 
     google.refuses = False
     google.holds(1, 4)
-    found = sensor.poke(task_context())
-    assert found.is_done
-    assert (found.xcom_value["ready"], found.xcom_value["oldest_age"]) == (1, 4.0)
+    result = sensor.poke(task_context())
+    assert result.is_done
+    assert (result.xcom_value["ready"], result.xcom_value["oldest_age"]) == (1, 4.0)
 
 
-def test_googles_key_is_looked_up_at_each_look_and_is_not_stored(
-    google: Monitoring, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_google_key_is_read_at_each_look_and_not_stored(google, monkeypatch):
     # Given a trigger that was stored where there is no connection, as where a Dag is parsed
     monkeypatch.delenv("AIRFLOW_CONN_GOOGLE")
     path, stored = trigger(min_messages=5).serialize()
@@ -214,18 +187,18 @@ def test_googles_key_is_looked_up_at_each_look_and_is_not_stored(
         lambda: connect(monkeypatch, account("a")),
         lambda: connect(monkeypatch, account("b"), quota_project_id="payer"),
     ]
-    told_in(BroadwayBacklogTrigger(**stored), looks, monkeypatch)
+    events_of(BroadwayBacklogTrigger(**stored), looks, monkeypatch)
 
-    # Then Google is asked with each in its turn
-    issuers = [issuer_of(str(each["authorization"])) for each in google.metadata]
+    # Then requests to Google have both in turn
+    issuers = [issuer_of(str(fields["authorization"])) for fields in google.metadata]
     assert issuers == [account(name)["client_email"] for name in "aabb"]
-    payers = [each.get("x-goog-user-project") for each in google.metadata]
+    payers = [fields.get("x-goog-user-project") for fields in google.metadata]
     assert payers == [None, None, "payer", "payer"]
-    assert {each.name for each in google.asked} == {"projects/key-project"}
+    assert {request.name for request in google.asked} == {"projects/key-project"}
 
 
 def issuer_of(header: str) -> str:
-    """Who has signed a token."""
+    """The issuer of a token."""
     claims = header.removeprefix("Bearer ").split(".")[1]
-    said = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
-    return str(said["iss"])
+    payload = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))
+    return str(payload["iss"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +14,7 @@ from airflow_broadway.runs.outcomes import run_again_command
 from tests.cli_runs import DAG_ID, RUN_ID, make_shop
 
 
-def test_a_batcher_that_is_cleared_after_settlement_is_skipped_and_says_how_to_run_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batcher_cleared_after_settlement_is_skipped_with_a_rerun_command(tmp_path, monkeypatch):
     shop = make_shop(tmp_path, monkeypatch)
     shop.send([{"n": 1, "shop": "a"}])
     run = shop.settled_run()

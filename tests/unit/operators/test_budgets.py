@@ -24,7 +24,7 @@ from tests.unit.runs.steps import Run, Sums
 GUIDE = Path(__file__).parents[3] / "docs" / "operators.md"
 
 #: What each budget is set to, as an argument and as a param.
-GIVEN: dict[str, tuple[Any, Any]] = {
+SET: dict[str, tuple[Any, Any]] = {
     "max_messages": (7, 5),
     "max_bytes": (70, 50),
     "max_seconds": (7.0, 5.0),
@@ -33,19 +33,19 @@ GIVEN: dict[str, tuple[Any, Any]] = {
 }
 
 
-def budget(params: dict[str, Any] | None = None, **given: Any) -> Budget:
+def budget(params: dict[str, Any] | None = None, **options: Any) -> Budget:
     """The budget of a process task."""
-    operator = BroadwayProcessorOperator(task_id="process", pipeline=Sums, **given)
+    operator = BroadwayProcessorOperator(task_id="process", pipeline=Sums, **options)
     context: Any = {**task_context(), "params": params or {}}
     return budget_of(operator, Host(context))
 
 
-def test_the_guide_names_each_budget_with_its_default() -> None:
+def test_guide_names_each_budget_with_its_default():
     rows = re.findall(r"^\| `(\w+_\w+)` \| (\w+) \|", GUIDE.read_text("utf-8"), re.MULTILINE)
 
-    told = {name: None if default == "none" else float(default) for name, default in rows}
+    documented = {name: None if default == "none" else float(default) for name, default in rows}
 
-    assert told == dict(BUDGET_DEFAULTS)
+    assert documented == dict(BUDGET_DEFAULTS)
     assert budget() == Budget(**BUDGET_DEFAULTS)
 
 
@@ -53,19 +53,19 @@ def test_the_guide_names_each_budget_with_its_default() -> None:
 FORM = [name for name in PARAMS if name != "dead_letters"]
 
 
-def test_each_budget_is_a_param_which_wins_where_it_is_set() -> None:
-    arguments = {name: argument for name, (argument, _) in GIVEN.items()}
+def test_budget_params_override_arguments():
+    arguments = {name: argument for name, (argument, _) in SET.items()}
     unset = {name: param.value for name, param in make_params().items()}
-    assert unset == {**dict.fromkeys([*GIVEN, *FORM]), "dry_run": False}
+    assert unset == {**dict.fromkeys([*SET, *FORM]), "dry_run": False}
 
     assert budget(unset, **arguments) == Budget(**arguments)
-    for name, (_, param) in GIVEN.items():
+    for name, (_, param) in SET.items():
         expected = {**arguments, name: param}
         assert budget({**unset, name: param}, **arguments) == Budget(**expected)
 
 
 @pytest.mark.parametrize(
-    ("given", "params", "seconds"),
+    ("options", "params", "seconds"),
     [
         ({}, {}, 80.0),
         ({"max_seconds": 80.5}, {}, 80.0),
@@ -74,28 +74,20 @@ def test_each_budget_is_a_param_which_wins_where_it_is_set() -> None:
         ({}, {"max_seconds": 3600.0}, 80.0),
     ],
 )
-def test_no_message_is_begun_after_four_fifths_of_the_execution_timeout(
-    given: dict[str, Any], params: dict[str, Any], seconds: float
-) -> None:
-    found = budget(params, execution_timeout=timedelta(seconds=100), **given)
+def test_no_message_begins_after_four_fifths_of_execution_timeout(options, params, seconds):
+    budgets = budget(params, execution_timeout=timedelta(seconds=100), **options)
 
-    assert found.max_seconds == seconds
+    assert budgets.max_seconds == seconds
 
 
 @pytest.mark.parametrize(("shutdown", "seconds"), [(30.0, 2.0), (2.5, 2.0), (1.5, 1.5)])
-def test_a_task_that_is_stopped_has_two_seconds_at_most(
-    tmp_path: Path, shutdown: float, seconds: float
-) -> None:
+def test_stopped_task_has_two_seconds_at_most(tmp_path, shutdown, seconds):
     run = Run(tmp_path, shutdown=shutdown)
     owner = {"task_id": "process", "map_index": 0, "try_number": 1}
     plan: Any = SimpleNamespace(batcher="default", generations=[], path="batches/default/p")
 
     process = Process(
-        run.staged,
-        run.pipeline,
-        env=run.env("a" * 32, owner),
-        budget=Budget(),
-        ports=run.ports,
+        run.staged, run.pipeline, env=run.env("a" * 32, owner), budget=Budget(), ports=run.ports
     )
     batches = PythonBatches(run.staged, run.pipeline, plan, ports=run.ports)
 

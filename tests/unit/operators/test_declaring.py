@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -26,10 +28,7 @@ from tests.unit.passing import Passing
 
 class Orders(Passing):
     producer = SqliteProducer(queue="orders", path="/nowhere/orders.db", lease=40.0)
-    batchers = {
-        "small": Batcher(engine="python"),
-        "large": Batcher(schema="price double"),
-    }
+    batchers = {"small": Batcher(engine="python"), "large": Batcher(schema="price double")}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         return message.put_batcher("small")
@@ -46,16 +45,11 @@ class PythonOrders(Orders):
     batchers = {"small": Batcher(engine="python")}
 
 
-def test_a_task_group_has_a_task_per_stage_and_the_ack_sensor_last() -> None:
+def test_task_group_has_a_task_per_stage_and_the_ack_sensor():
     dag = Orders.dag("orders")
 
-    ids = {
-        "broadway.process",
-        "broadway.batch.small",
-        "broadway.batch.large",
-        "broadway.handle_batches",
-        "broadway.ack",
-    }
+    names = ("process", "batch.small", "batch.large", "handle_batches", "ack")
+    ids = {f"broadway.{name}" for name in names}
     assert set(dag.task_ids) == ids
     assert dag.get_task("broadway.handle_batches").upstream_task_ids == {"broadway.batch.large"}
     # All of them before it, whose trigger rule lets it start with the run.
@@ -64,14 +58,14 @@ def test_a_task_group_has_a_task_per_stage_and_the_ack_sensor_last() -> None:
     assert (ack.trigger_rule, [leaf.task_id for leaf in dag.leaves]) == ("always", ["broadway.ack"])
 
 
-def test_each_task_tells_in_the_ui_what_it_does_and_what_a_click_does() -> None:
+def test_each_task_documents_what_it_does_and_what_clearing_does():
     dag = Orders.dag("orders")
 
-    told = {task.task_id.removeprefix("broadway."): task.doc_md or "" for task in dag.tasks}
-    assert [name for name, text in told.items() if "**Clear it" not in text] == []
-    assert "`handle_message`" in told["process"]  # a mapped one, too
-    assert "`handle_batch`" in told["handle_batches"]
-    assert len(set(told.values())) == 4
+    docs = {task.task_id.removeprefix("broadway."): task.doc_md or "" for task in dag.tasks}
+    assert [name for name, text in docs.items() if "**Clear it" not in text] == []
+    assert "`handle_message`" in docs["process"]  # a mapped one, too
+    assert "`handle_batch`" in docs["handle_batches"]
+    assert len(set(docs.values())) == 4
     alone = BroadwayRunOperator(task_id="run", pipeline=PythonOrders, doc_md="Ours.")
     assert alone.doc_md == "Ours."
     assert "this one task" in (
@@ -79,20 +73,20 @@ def test_each_task_tells_in_the_ui_what_it_does_and_what_a_click_does() -> None:
     )
 
 
-def test_a_dag_shows_the_docstring_of_its_own_pipeline() -> None:
+def test_dag_shows_the_docstring_of_its_own_pipeline():
     assert Documented.dag("documented").doc_md == "What shops sell.\n\nBy the minute."
     assert Documented.dag("documented", doc_md="Ours.").doc_md == "Ours."
     assert Orders.dag("orders").doc_md is None
 
 
-def test_a_batcher_may_have_an_application_of_its_own() -> None:
+def test_batcher_may_have_its_own_application():
     dag = Orders(batchers={"large": {"own_application": True}}).dag("orders")
 
     assert "broadway.handle_batches.large" in dag.task_ids
     assert "broadway.handle_batches" not in dag.task_ids
 
 
-def test_arguments_reach_the_tasks_of_their_kind_and_default_args_all() -> None:
+def test_arguments_reach_the_tasks_of_their_kind():
     dag = Orders.dag(
         "orders",
         process={"pool": "pull", "max_messages": 7},
@@ -109,20 +103,20 @@ def test_arguments_reach_the_tasks_of_their_kind_and_default_args_all() -> None:
     assert {dag.get_task(f"broadway.{name}").retries for name in ("ack", "handle_batches")} == {5}
 
 
-def test_a_task_is_tried_twice_again_after_ten_seconds_unless_told_otherwise() -> None:
-    default, told = Orders.dag("orders"), Orders.dag("told", default_args={"retries": 0})
+def test_tasks_are_retried_twice_after_ten_seconds_by_default():
+    default, other = Orders.dag("orders"), Orders.dag("other", default_args={"retries": 0})
 
-    for dag, retries in ((default, 2), (told, 0)):
+    for dag, retries in ((default, 2), (other, 0)):
         for task in dag.tasks:
-            given = getattr(task, "partial_kwargs", None) or vars(task)
-            assert (given["retries"], given["retry_delay"]) == (retries, timedelta(seconds=10))
+            kwargs = getattr(task, "partial_kwargs", None) or vars(task)
+            assert (kwargs["retries"], kwargs["retry_delay"]) == (retries, timedelta(seconds=10))
 
 
-def test_a_dag_has_one_run_at_a_time_and_catches_up_on_none_unless_told_otherwise() -> None:
-    dag, told = Orders.dag("orders"), Orders.dag("told", max_active_runs=3, catchup=True)
+def test_dag_has_one_run_at_a_time_without_catchup_by_default():
+    dag, other = Orders.dag("orders"), Orders.dag("other", max_active_runs=3, catchup=True)
 
     assert (dag.schedule, dag.max_active_runs, dag.catchup) == (None, 1, False)
-    assert (told.max_active_runs, told.catchup) == (3, True)
+    assert (other.max_active_runs, other.catchup) == (3, True)
     assert set(dag.params) == set(Orders.params())
 
 
@@ -131,7 +125,7 @@ class Fixed(SqliteProducer):
 
 
 @pytest.mark.parametrize(
-    ("lease", "given", "limit"),
+    ("lease", "arguments", "limit"),
     [
         (300.0, {}, r"process\.max_seconds \(300 s\)"),
         (300.1, {}, None),
@@ -141,20 +135,18 @@ class Fixed(SqliteProducer):
         (3600.1, {"dagrun_timeout": timedelta(hours=1)}, None),
     ],
 )
-def test_a_lease_that_cannot_be_renewed_outlasts_what_is_known_of_the_run(
-    lease: float, given: dict[str, Any], limit: str | None
-) -> None:
+def test_non_renewable_lease_must_outlast_the_run(lease, arguments, limit):
     class FixedOrders(PythonOrders):
         producer = Fixed(queue="orders", path="/nowhere/orders.db", lease=lease)
 
     # So that a worker could import it
     FixedOrders.__qualname__ = "PythonOrders"
     with nullcontext() if limit is None else pytest.raises(OptionsError, match=limit):
-        FixedOrders.dag("orders", **given)
+        FixedOrders.dag("orders", **arguments)
 
 
 @pytest.mark.parametrize("operator", [BroadwayProcessorOperator, BroadwayRunOperator])
-def test_a_class_given_to_a_mapped_operator_is_stored_as_its_reference_only(operator: Any) -> None:
+def test_mapped_operator_stores_only_the_class_reference(operator):
     with DAG("mapped", schedule=None) as dag:
         operator.partial(task_id="pull", pipeline=PythonOrders).expand(producer_index=[0, 1])
 
@@ -166,20 +158,16 @@ def test_a_class_given_to_a_mapped_operator_is_stored_as_its_reference_only(oper
 
 
 @pytest.mark.parametrize("operator", [BroadwayProcessorOperator, BroadwayRunOperator])
-def test_an_operator_is_one_of_several_producers_only_if_it_is_told_which(operator: Any) -> None:
+def test_producer_index_defaults_to_none(operator):
     assert operator(task_id="all", pipeline=PythonOrders).producer_index is None
     assert operator(task_id="one", pipeline=PythonOrders, producer_index=0).producer_index == 0
 
 
-def test_a_task_carries_what_is_known_of_its_pipeline_when_the_dag_is_parsed() -> None:
+def test_task_carries_facts_about_its_pipeline():
     dag = PythonOrders(name="shop").dag("orders")
 
-    known = {
-        "name": "shop",
-        "broker": "sqlite",
-        "producers": 1,
-        "batchers": dict.fromkeys(PythonOrders().batchers, "python"),
-    }
+    batchers = dict.fromkeys(PythonOrders().batchers, "python")
+    known = {"name": "shop", "broker": "sqlite", "producers": 1, "batchers": batchers}
     assert dag.get_task("broadway.process").partial_kwargs["pipeline"]["about"] == known
     assert dag.get_task("broadway.ack").pipeline["about"] == known
     # Nothing is loaded for it.
@@ -187,11 +175,15 @@ def test_a_task_carries_what_is_known_of_its_pipeline_when_the_dag_is_parsed() -
     assert "about" not in unknown.pipeline
 
 
-def test_templates_in_overrides_pass_and_are_rendered_later() -> None:
+def test_templates_in_overrides_are_rendered_later():
     dag = PythonOrders(producer={"queue": "orders-{{ var.value.env }}"}).dag("orders")
 
     stored = dag.get_task("broadway.process").partial_kwargs["pipeline"]
     assert stored["options"] == {"producer": {"queue": "orders-{{ var.value.env }}"}}
+
+
+def declared(kind: Any, task_id: str, **options: Any) -> Callable[[], object]:
+    return lambda: kind(task_id=task_id, **{"pipeline": PythonOrders, **options})
 
 
 @pytest.mark.parametrize(
@@ -208,47 +200,36 @@ def test_templates_in_overrides_pass_and_are_rendered_later() -> None:
         ),
         (lambda: PythonOrders(batchers={"smal": {}}), "did you mean 'small'?"),
         (
-            lambda: BroadwayProcessorOperator(task_id="p", pipeline=PythonOrders, max_messages=0),
+            declared(BroadwayProcessorOperator, "p", max_messages=0),
             "option 'p.max_messages': expected a positive integer or None, got: 0",
         ),
         (
-            lambda: BroadwayProcessorOperator(task_id="p", pipeline=PythonOrders, max_seconds=None),
+            declared(BroadwayProcessorOperator, "p", max_seconds=None),
             "invalid value for option 'p.max_seconds': expected a limit here or for max_messages",
         ),
         (
-            lambda: BroadwayProcessorOperator(task_id="p", pipeline="no colon"),
+            declared(BroadwayProcessorOperator, "p", pipeline="no colon"),
             "invalid value for option 'pipeline': expected a Broadway subclass",
         ),
+        (declared(BroadwayBatcherOperator, "b", batcher="smal", processed=None), "mean 'small'?"),
         (
-            lambda: BroadwayBatcherOperator(
-                task_id="b", pipeline=PythonOrders, batcher="smal", processed=None
-            ),
-            "did you mean 'small'?",
-        ),
-        (
-            lambda: BroadwayAckSensor(task_id="a", pipeline=PythonOrders, watch=[]),
+            declared(BroadwayAckSensor, "a", watch=[]),
             "invalid value for option 'a.watch': expected a list of task ids, got: []",
         ),
         (
-            lambda: BroadwayAckSensor(
-                task_id="a", pipeline=PythonOrders, watch=["p"], poke_interval=30.0
-            ),
+            declared(BroadwayAckSensor, "a", watch=["p"], poke_interval=30.0),
             "expected at most half of the producer's lease (40 s), which it renews, got: 30.0",
         ),
         (
-            lambda: BroadwayAckSensor(
-                task_id="a", pipeline=PythonOrders, watch=["p"], hold_failed=-1.0
-            ),
+            declared(BroadwayAckSensor, "a", watch=["p"], hold_failed=-1.0),
             "invalid value for option 'a.hold_failed'",
         ),
         (
-            lambda: BroadwayAckSensor(task_id="a", pipeline=PythonOrders, watch="p"),
+            declared(BroadwayAckSensor, "a", watch="p"),
             "invalid value for option 'a.watch': expected a list of task ids, got: 'p'",
         ),
         (
-            lambda: BroadwayAckSensor(
-                task_id="ack", pipeline=PythonOrders, watch=["p"], fail_when=1.0
-            ),
+            declared(BroadwayAckSensor, "ack", watch=["p"], fail_when=1.0),
             "'ack.fail_when': expected 'all', 'never', a number",
         ),
         (
@@ -257,14 +238,14 @@ def test_templates_in_overrides_pass_and_are_rendered_later() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_one_clear_error_at_parse(make: Any, text: str) -> None:
+def test_invalid_declaration_is_one_clear_error_at_parse(make, text):
     with pytest.raises(OptionsError) as caught:
         make()
 
     assert text in str(caught.value)
 
 
-def test_two_pipelines_of_a_dag_need_two_names() -> None:
+def test_two_pipelines_of_a_dag_need_two_names():
     with DAG("orders"):
         PythonOrders().task_group("eu")
         with pytest.raises(OptionsError, match=r"'eu\.ack' in the same Dag.*'PythonOrders_us'"):
@@ -275,14 +256,14 @@ def test_two_pipelines_of_a_dag_need_two_names() -> None:
     assert {"eu.ack", "us.ack"} <= set(dag.task_ids)
 
 
-def test_a_run_in_one_task_refuses_a_spark_batcher_at_parse() -> None:
+def test_unstaged_run_refuses_a_spark_batcher_at_parse():
     with pytest.raises(PipelineError, match=r"batchers \['large'\] of 'Orders' run on Spark"):
         BroadwayRunOperator(task_id="run", pipeline=Orders)
     with pytest.raises(PipelineError, match=r"or run the pipeline's task group"):
         BroadwayRunOperator.partial(task_id="run", pipeline=Orders)
 
 
-def test_a_class_local_to_a_function_cannot_be_referred_to() -> None:
+def test_local_class_is_refused():
     class Local(PythonOrders):
         pass
 
@@ -290,11 +271,9 @@ def test_a_class_local_to_a_function_cannot_be_referred_to() -> None:
         Local.dag("local")
 
 
-def test_a_spark_batcher_of_a_class_in_a_dag_file_is_refused_with_the_place_to_move_it_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import sys
-
+def test_spark_pipeline_in_a_dag_file_is_refused_with_the_fix(
+    monkeypatch,
+):
     name = "unusual_prefix_0123456789abcdef_orders"
     monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
     monkeypatch.setattr(Orders, "__module__", name)
@@ -303,11 +282,7 @@ def test_a_spark_batcher_of_a_class_in_a_dag_file_is_refused_with_the_place_to_m
         Orders.dag("orders")
 
 
-def test_a_python_pipeline_of_a_dag_file_is_referred_to_by_the_files_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import sys
-
+def test_python_pipeline_of_a_dag_file_is_referenced_by_file_name(monkeypatch):
     name = "unusual_prefix_0123456789abcdef_orders"
     monkeypatch.setitem(sys.modules, name, sys.modules[__name__])
     monkeypatch.setattr(PythonOrders, "__module__", name)
@@ -318,20 +293,20 @@ def test_a_python_pipeline_of_a_dag_file_is_referred_to_by_the_files_name(
     assert isinstance(load_ref(reference), PythonOrders)
 
 
-def test_what_shapes_the_dag_cannot_be_a_template() -> None:
+def test_structural_option_cannot_be_a_template():
     for option in ("engine", "own_application"):
         with pytest.raises(OptionsError, match=rf"batchers\.late\.{option}.*no template"):
             Templated(batchers={"late": {option: "{{ var.value.x }}"}})
 
 
-def test_a_python_batcher_has_no_application_of_its_own() -> None:
+def test_python_batcher_has_no_own_application():
     with pytest.raises(OptionsError, match=r"own_application.*only Spark batchers run in an app"):
         Batcher(engine="python", own_application=True)
     with pytest.raises(OptionsError, match=r"batchers\.late\.own_application.*only Spark batchers"):
         Templated(batchers={"late": {"own_application": True}})
 
 
-def test_a_schema_that_cannot_be_read_is_an_option_of_the_batcher_that_has_it() -> None:
+def test_invalid_schema_names_its_batcher():
     class Shop(Templated):
         batchers = {"large": Batcher(schema="n bigint"), "small": Batcher(schema="n bigin")}
 
@@ -354,7 +329,7 @@ class Rendered(Passing):
         return None
 
 
-def test_the_shutdown_may_be_a_template_and_is_checked_once_rendered() -> None:
+def test_templated_shutdown_is_checked_when_rendered():
     ref = make_ref(Templated(shutdown="{{ var.value.x }}"))
     assert ref["options"] == {"shutdown": "{{ var.value.x }}"}
     assert load_ref({**ref, "options": {"shutdown": "5"}}).shutdown == 5.0
@@ -386,9 +361,7 @@ class Unbatched(Mute):
         (f"{__name__}:Unbatched", "Unbatched.handle_batch"),
     ],
 )
-def test_a_pipeline_without_the_callback_that_its_messages_need_does_not_parse(
-    pipeline: Any, missing: str
-) -> None:
+def test_pipeline_without_required_callback_is_refused(pipeline, missing):
     with pytest.raises(OptionsError, match=missing):
         BroadwayProcessorOperator(task_id="pull", pipeline=pipeline)
 
@@ -399,7 +372,7 @@ class WithInit(Templated):
         self.rates = {"EUR": 1.0}
 
 
-def test_a_constructor_that_no_worker_would_call_is_refused_and_setup_named() -> None:
+def test_constructor_override_is_refused_in_favor_of_setup():
     with pytest.raises(OptionsError, match=r"WithInit\.__init__.*setup\(self, run\)"):
         WithInit()
     # The same for a pipeline named by its path, which a worker builds
@@ -417,7 +390,7 @@ class Forgetful(Passing):
 
 
 @pytest.mark.parametrize(
-    "made",
+    "make",
     [
         lambda: Forgetful.dag("orders"),
         lambda: Forgetful.task_group("orders"),
@@ -425,9 +398,9 @@ class Forgetful(Passing):
         Forgetful,
     ],
 )
-def test_a_constructor_that_does_not_call_ours_is_refused_with_the_way_out(made: Any) -> None:
+def test_constructor_without_super_is_refused(make):
     with pytest.raises(OptionsError, match=r"Forgetful\.__init__.*setup\(self, run\)"):
-        made()
+        make()
 
 
 class MessageOnly(Orders):
@@ -451,7 +424,7 @@ class Wanting(Orders):
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "said"),
+    ("pipeline", "text"),
     [
         (
             MessageOnly,
@@ -462,10 +435,8 @@ class Wanting(Orders):
         (Wanting, r"handle_failed\(self, messages, context\)"),
     ],
 )
-def test_a_callback_with_other_arguments_is_refused_while_the_dag_is_parsed(
-    pipeline: type[Orders], said: str
-) -> None:
-    with pytest.raises(OptionsError, match=said):
+def test_callback_with_wrong_arguments_is_refused_at_parse(pipeline, text):
+    with pytest.raises(OptionsError, match=text):
         pipeline.dag("orders")
 
 
@@ -484,12 +455,12 @@ class Free(Orders):
         return messages
 
 
-def test_a_callback_that_can_be_called_is_taken_however_it_is_declared() -> None:
+def test_compatible_callback_signatures_are_accepted():
     assert Free.dag("orders").dag_id == "orders"
 
 
 @pytest.mark.parametrize(
-    ("made", "name", "near"),
+    ("declare", "name", "near"),
     [
         (Orders.dag, "sprak", "spark"),
         (Orders.dag, "schedul", "schedule"),
@@ -498,8 +469,8 @@ def test_a_callback_that_can_be_called_is_taken_however_it_is_declared() -> None
         (Orders.task_group, "schedule", None),
     ],
 )
-def test_a_mistyped_argument_names_the_nearest(made: Any, name: str, near: str | None) -> None:
+def test_mistyped_argument_names_the_nearest(declare, name, near):
     with pytest.raises(OptionsError) as caught:
-        made("orders", **{name: {"conn_id": "x"}})
+        declare("orders", **{name: {"conn_id": "x"}})
     assert f".{name}'" in str(caught.value)
     assert str(caught.value).endswith(f"did you mean {near!r}?") is (near is not None)

@@ -25,9 +25,7 @@ from airflow_broadway.adapters.host import deployment
         ({}, "worker:/home/a"),
     ],
 )
-def test_it_is_a_setting_or_the_address_of_the_api_server(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], name: str
-) -> None:
+def test_deployment_is_a_setting_or_the_api_server_address(monkeypatch, settings, name):
     for setting in ("BROADWAY__DEPLOYMENT", "API__BASE_URL", "CORE__EXECUTION_API_SERVER_URL"):
         monkeypatch.delenv(f"AIRFLOW__{setting}", raising=False)
     for setting, value in settings.items():

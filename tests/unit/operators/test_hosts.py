@@ -1,4 +1,4 @@
-"""Workers that share no staging folder: no task takes what another host staged for nothing."""
+"""Workers that share no staging folder: no task mistakes missing files for an empty run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.runs.steps import AS_AIRFLOW, PlainSums, Sums
 
 
 class Hosts:
-    """The tasks of one run, wired by hand, each on a host with a staging folder of its own."""
+    """The tasks of one run, wired by hand, each on a host with its own staging folder."""
 
     def __init__(
         self, folder: Path, patch: pytest.MonkeyPatch, pipeline: type[Sums] = Sums, sent: int = 5
@@ -36,8 +36,8 @@ class Hosts:
         self.folder = folder
         self.patch = patch
         self.pushed: dict[str, list[Any]] = {"process": [], "late": []}
-        given = {"path": str(folder / "queue.db")}
-        self.pipeline = pipeline(producer=given, context={"calls": str(folder / "calls.db")})
+        producer = {"path": str(folder / "queue.db")}
+        self.pipeline = pipeline(producer=producer, context={"calls": str(folder / "calls.db")})
         with SqliteQueue(folder / "queue.db", "sums") as queue:
             queue.send([b"%d" % number for number in range(1, sent + 1)])
         with DAG("d", schedule=None) as self.dag:
@@ -55,6 +55,9 @@ class Hosts:
                 task_id="ack", pipeline=self.pipeline, watch=list(self.dag.task_ids)
             )
 
+    def staged(self, host: str) -> StagedRun:
+        return StagedRun(self.store(host), pipeline="Sums", dag_id="d", run_id="r")
+
     def store(self, host: str) -> Store:
         return Store.open(f"file://{self.folder}/{host}")
 
@@ -64,9 +67,9 @@ class Hosts:
         shutil.copytree(self.folder / host, self.folder / other)
 
     def context(self, task_id: str) -> Any:
-        made = task_context(task_id=task_id)
-        ti = made["ti"]
-        ti.dag = made["dag"] = self.dag
+        context = task_context(task_id=task_id)
+        ti = context["ti"]
+        ti.dag = context["dag"] = self.dag
         ti.start_date = datetime.now(UTC)
         ti.get_first_reschedule_date = lambda context: None
         ti.get_task_states = lambda dag_id, run_ids, task_ids: {
@@ -75,7 +78,7 @@ class Hosts:
         ti.xcom_pull = lambda task_ids: [
             value for task_id in task_ids for value in self.pushed[task_id] or [None]
         ]
-        return made
+        return context
 
     def run(self, task: Any, host: str) -> Any:
         """Execute a task on a host, whose staging folder has the host's name."""
@@ -86,8 +89,8 @@ class Hosts:
                 task.processed = self.pushed["process"]
             self.pushed[task.task_id].append(task.execute(self.context(task.task_id)))
             return self.pushed[task.task_id][-1]
-        looked: Any = copy.copy(self.ack).poke(self.context("ack"))  # of a process of its own
-        return looked.xcom_value
+        result: Any = copy.copy(self.ack).poke(self.context("ack"))  # as in a new process
+        return result.xcom_value
 
     def both(self, writer: str, reader: str) -> str:
         """A pattern that names both hosts, both roots and the setting."""
@@ -100,11 +103,11 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hosts:
+def hosts(tmp_path, monkeypatch):
     return Hosts(tmp_path, monkeypatch)
 
 
-def test_a_sensor_on_a_host_without_the_files_fails_and_names_both_hosts(hosts: Hosts) -> None:
+def test_sensor_without_the_files_fails_and_names_both_hosts(hosts):
     reference = hosts.run(hosts.process, "one")
     assert (reference["host"], reference["root_id"]) == ("one", hosts.store("one").root_id())
     hosts.run(hosts.late, "one")
@@ -119,9 +122,7 @@ def test_a_sensor_on_a_host_without_the_files_fails_and_names_both_hosts(hosts: 
     assert hosts.run(hosts.ack, "one")["accounted"] == 5
 
 
-def test_a_sensor_settles_what_its_host_has_before_it_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sensor_settles_its_own_files_before_failing(tmp_path, monkeypatch):
     hosts = Hosts(tmp_path, monkeypatch, PlainSums, sent=3)
     hosts.run(hosts.process, "one")
     hosts.run(hosts.process, "two")  # received nothing
@@ -129,7 +130,7 @@ def test_a_sensor_settles_what_its_host_has_before_it_fails(
     with pytest.raises(AirflowException, match=hosts.both("two", "one")):
         hosts.run(hosts.ack, "one")
 
-    run = StagedRun(hosts.store("one"), pipeline="Sums", dag_id="d", run_id="r")
+    run = hosts.staged("one")
     report = json.loads(run.files.read("report.json"))
     assert report["totals"]["accounted"] == report["totals"]["received"] == 3
     assert not report["balanced"]
@@ -138,9 +139,9 @@ def test_a_sensor_settles_what_its_host_has_before_it_fails(
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_without_batchers_a_sensor_elsewhere_says_that_the_process_task_settled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
-) -> None:
+def test_remote_unbatched_sensor_explains_that_the_process_task_settled(
+    tmp_path, monkeypatch, copied
+):
     hosts = Hosts(tmp_path, monkeypatch, PlainSums, sent=3)
     if copied:
         hosts.copy("one", "two")
@@ -156,7 +157,7 @@ def test_without_batchers_a_sensor_elsewhere_says_that_the_process_task_settled(
     assert "clear" not in text  # that would receive other messages
 
 
-def test_a_copied_root_has_the_same_id_and_other_files(hosts: Hosts) -> None:
+def test_copied_root_has_the_same_id_and_other_files(hosts):
     # As of a virtual machine's image, or a container's
     hosts.copy("one", "two")
     hosts.run(hosts.process, "one")
@@ -164,7 +165,7 @@ def test_a_copied_root_has_the_same_id_and_other_files(hosts: Hosts) -> None:
 
     with pytest.raises(AirflowException, match=r"set `\[broadway\] staging` .* copy of another"):
         hosts.run(hosts.ack, "two")
-    run = StagedRun(hosts.store("two"), pipeline="Sums", dag_id="d", run_id="r")
+    run = hosts.staged("two")
     rule = (
         r"1 plan of batches that host 'one' wrote are not in .*/two/Sums/d/r as host 'two' sees it,"
         r" .* set `\[broadway\] staging` to a folder that all hosts share"
@@ -173,36 +174,34 @@ def test_a_copied_root_has_the_same_id_and_other_files(hosts: Hosts) -> None:
         SparkBatches(run, hosts.pipeline, [planned], AS_AIRFLOW)
 
 
-def test_a_batch_task_on_another_host_fails_and_names_both(hosts: Hosts) -> None:
+def test_batch_task_on_another_host_fails_and_names_both(hosts):
     hosts.run(hosts.process, "one")
 
     with pytest.raises(StagingError, match=hosts.both("one", "two")):
         hosts.run(hosts.late, "two")
 
 
-def test_a_spark_task_on_another_host_fails_and_names_both(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spark_task_on_another_host_fails_and_names_both(hosts, monkeypatch):
     hosts.run(hosts.process, "one")
     planned = hosts.run(hosts.late, "one")
     monkeypatch.setattr("socket.gethostname", lambda: "two")
-    run = StagedRun(hosts.store("two"), pipeline="Sums", dag_id="d", run_id="r")
+    run = hosts.staged("two")
 
     with pytest.raises(StagingError, match=hosts.both("one", "two")):
         SparkBatches(run, hosts.pipeline, [planned], AS_AIRFLOW)
 
 
-def test_files_that_were_removed_from_the_same_root_are_not_nothing(hosts: Hosts) -> None:
+def test_removed_files_are_not_an_empty_run(hosts):
     hosts.run(hosts.process, "one")
     hosts.run(hosts.late, "one")
-    run = StagedRun(hosts.store("one"), pipeline="Sums", dag_id="d", run_id="r")
+    run = hosts.staged("one")
     shutil.rmtree(hosts.folder / "one" / run.path)
 
     with pytest.raises(AirflowException, match=r"names 5 messages .* sees 0 messages of it"):
         hosts.run(hosts.ack, "one")
 
 
-def test_a_sensor_wired_by_hand_watches_tasks_of_other_kinds(hosts: Hosts) -> None:
+def test_hand_wired_sensor_may_watch_other_tasks(hosts):
     hosts.run(hosts.process, "one")
     hosts.run(hosts.late, "one")
     hosts.pushed["late"] += [None, 7, "text", ["a"], {"generation": ""}]
@@ -213,9 +212,7 @@ def test_a_sensor_wired_by_hand_watches_tasks_of_other_kinds(hosts: Hosts) -> No
 # -- nothing received ------------------------------------------------------------------------------
 
 
-def test_a_run_without_a_message_reports_its_requests_and_the_depth_of_the_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_without_messages_reports_requests_and_depth(tmp_path, monkeypatch, caplog):
     # Another run holds all messages
     hosts = Hosts(tmp_path, monkeypatch, PlainSums, sent=3)
     with SqliteQueue(tmp_path / "queue.db", "sums") as queue:
@@ -226,19 +223,17 @@ def test_a_run_without_a_message_reports_its_requests_and_the_depth_of_the_queue
     assert reference["receives"] == 1
     assert reference["depth"]["leased"] == 3
     line = "No message was received by 1 request (stopped by empty).  The queue: 0 ready, 0 wait"
-    [record] = [each for each in caplog.records if each.getMessage().startswith(line)]
+    [record] = [record for record in caplog.records if record.getMessage().startswith(line)]
     assert record.levelname == "INFO"
 
     hosts.run(hosts.ack, "one")
-    run = StagedRun(hosts.store("one"), pipeline="Sums", dag_id="d", run_id="r")
+    run = hosts.staged("one")
     report = json.loads(run.files.read("report.json"))
     assert report["generations"][0]["depth"]["leased"] == 3
     assert lines_of(report)[1].startswith(line)
 
 
-def test_a_run_that_asked_for_no_message_is_a_warning_with_what_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_without_requests_warns_with_the_depth(tmp_path, monkeypatch, caplog):
     # The task is stopped before it asks
     hosts = Hosts(tmp_path, monkeypatch, PlainSums, sent=3)
     monkeypatch.setattr("airflow_broadway.core.stages.stop.Stop.reason", lambda self: "signal")
@@ -247,7 +242,7 @@ def test_a_run_that_asked_for_no_message_is_a_warning_with_what_waits(
 
     assert reference["receives"] == 0
     [record] = [
-        each for each in caplog.records if "No messages were requested" in each.getMessage()
+        record for record in caplog.records if "No messages were requested" in record.getMessage()
     ]
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(

@@ -1,4 +1,4 @@
-"""Links from tasks in Airflow's UI: where they lead, and that they lead to the web alone."""
+"""Links from tasks in Airflow's UI: their targets, which are web addresses only."""
 
 from __future__ import annotations
 
@@ -55,19 +55,17 @@ def console(producer: Producer, connection: Connection | None = None) -> str | N
     return ConsoleLink().get_link(operator, ti_key=TI)
 
 
-def test_each_task_has_the_links_that_it_can_have() -> None:
+def test_each_operator_has_its_links():
     for operator in (BroadwayProcessorOperator, BroadwayRunOperator, BroadwayAckSensor):
         assert operator.operator_extra_links == AT_BROKER
     assert BroadwayBatcherOperator.operator_extra_links == ALL_TASKS
     assert BroadwaySparkSubmitOperator.operator_extra_links == ON_SPARK
     named = {name.rpartition(".")[2] for name in get_provider_info()["extra-links"]}
-    assert named == {type(each).__name__ for each in (*AT_BROKER, *ON_SPARK)}
+    assert named == {type(link).__name__ for link in (*AT_BROKER, *ON_SPARK)}
 
 
 @pytest.mark.parametrize("base", ["", "https://airflow.example.org/team/"])
-def test_ids_are_parts_of_a_path_below_airflows_own_address(
-    monkeypatch: pytest.MonkeyPatch, base: str
-) -> None:
+def test_ids_are_quoted_below_the_airflow_address(monkeypatch, base):
     monkeypatch.setenv("AIRFLOW__API__BASE_URL", base)
 
     page = RunPageLink().get_link(None, ti_key=TI)
@@ -104,9 +102,7 @@ def test_ids_are_parts_of_a_path_below_airflows_own_address(
         (SqliteProducer(queue="orders", path="/nowhere"), None),
     ],
 )
-def test_the_brokers_console_is_linked_where_it_is_known(
-    monkeypatch: pytest.MonkeyPatch, producer: Producer, address: str | None
-) -> None:
+def test_known_broker_console_is_linked(monkeypatch, producer, address):
     monkeypatch.delenv("PUBSUB_EMULATOR_HOST", raising=False)
 
     assert console(producer) == address
@@ -124,9 +120,7 @@ def test_the_brokers_console_is_linked_where_it_is_known(
         ({"management_url": "https://user:secret@rabbit.example.org"}, None),
     ],
 )
-def test_rabbitmqs_management_view_is_linked_if_the_connection_names_it(
-    extra: dict[str, Any], address: str | None
-) -> None:
+def test_rabbitmq_management_url_is_linked_if_configured(extra, address):
     connection = Connection(
         conn_id="rabbitmq_default",
         conn_type="rabbitmq",
@@ -143,14 +137,12 @@ def test_rabbitmqs_management_view_is_linked_if_the_connection_names_it(
 @pytest.mark.parametrize(
     "value", ["javascript:alert(1)", "file:///etc/passwd", "//host", "http://", "x", "", None]
 )
-def test_nothing_but_the_web_is_linked(value: str | None) -> None:
+def test_only_web_addresses_are_linked(value):
     assert web_address(value) is None
 
 
 @pytest.mark.parametrize("history", ["", "http://history:18080/"])
-def test_sparks_ui_is_linked_while_it_runs_and_its_history_afterwards(
-    monkeypatch: pytest.MonkeyPatch, history: str
-) -> None:
+def test_spark_ui_is_linked_and_later_its_history(monkeypatch, history):
     monkeypatch.setenv("AIRFLOW__BROADWAY__SPARK_HISTORY", history)
     pushed: dict[str, Any] = {}
     operator = SimpleNamespace()
@@ -163,7 +155,7 @@ def test_sparks_ui_is_linked_while_it_runs_and_its_history_afterwards(
 
 
 @pytest.mark.parametrize(
-    ("line", "heard"),
+    ("line", "applications"),
     [
         (
             "12:00:00,1 INFO Spark application app-2026-0001; its UI: http://driver:4041\n",
@@ -174,11 +166,11 @@ def test_sparks_ui_is_linked_while_it_runs_and_its_history_afterwards(
         ("Bound SparkUI to 0.0.0.0\n", []),
     ],
 )
-def test_the_drivers_log_tells_where_its_ui_is(line: str, heard: list[tuple[str, str]]) -> None:
-    told: list[tuple[str, str]] = []
+def test_spark_ui_address_is_read_from_the_driver_log(line, applications):
+    seen: list[tuple[str, str]] = []
     hook = SubmitHook.__new__(SubmitHook)
-    hook._on_application = lambda application_id, ui: told.append((application_id, ui))
+    hook._on_application = lambda application_id, ui: seen.append((application_id, ui))
 
     assert list(hook._watch(iter(["first\n", line]))) == ["first\n", line]
 
-    assert told == heard
+    assert seen == applications

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,19 +18,19 @@ GUIDE = Path(__file__).parents[3] / "docs" / "operators.md"
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, float, dict[str, str]]]:
+def sent(monkeypatch):
     """Kind, name, value and tags of what is sent."""
-    found: list[tuple[str, str, float, dict[str, str]]] = []
+    calls: list[tuple[str, str, float, dict[str, str]]] = []
     for kind, method in (("counter", "incr"), ("gauge", "gauge"), ("timer", "timing")):
 
-        def send(name: str, value: float, tags: Any, kind: str = kind) -> None:
-            found.append((kind, name, value, tags))
+        def send(name, value, tags, kind=kind):
+            calls.append((kind, name, value, tags))
 
         monkeypatch.setattr(f"airflow_broadway.adapters.metrics.Stats.{method}", send)
-    return found
+    return calls
 
 
-def told() -> dict[str, str]:
+def documented() -> dict[str, str]:
     """The metrics of the guide's table: name and kind."""
     kinds: dict[str, str] = {}
     for names, kind in re.findall(
@@ -43,17 +42,14 @@ def told() -> dict[str, str]:
     return kinds
 
 
-def test_the_guide_names_every_metric_there_is() -> None:
-    assert set(told()) == {metric.value for metric in Metric}
+def test_guide_names_every_metric():
+    assert set(documented()) == {metric.value for metric in Metric}
 
 
-def test_what_is_sent_is_of_the_kind_that_the_guide_says_and_has_no_ids(
-    tmp_path: Path, sent: list[tuple[str, str, float, dict[str, str]]]
-) -> None:
-    # Given a run of which one message is acked at once, one fails before any batch, one in its own
+def test_metrics_match_the_guide_and_have_no_ids(tmp_path, sent):
+    # Given a run with one message acked immediately, one failed before any batch, one in its own
     run = Run(tmp_path, context={"now": 1}, ports=Ports(metrics=AirflowMetrics()))
-    with run.queue() as queue:
-        queue.send([b"1", b"5", b"7"])
+    run.send([1, 5, 7])
     reference = run.process()
     watcher = run.watcher()
     watcher.renew()
@@ -72,7 +68,7 @@ def test_what_is_sent_is_of_the_kind_that_the_guide_says_and_has_no_ids(
         "broadway.messages.failed": 1,  # in its batch: the other is counted by its process task
         "broadway.batches": 1,
     }
-    kinds = told()
+    kinds = documented()
     for kind, name, _, tags in sent:
         assert kinds[name] == kind
         assert set(tags) <= {"pipeline", "dag_id", "batcher", "trigger"}
@@ -85,12 +81,12 @@ def test_what_is_sent_is_of_the_kind_that_the_guide_says_and_has_no_ids(
     }
 
     # and once only, though another looks again
-    before = [each for each in sent if each[0] == "counter"]
+    before = [call for call in sent if call[0] == "counter"]
     run.ack()
-    assert [each for each in sent if each[0] == "counter"] == before
+    assert [call for call in sent if call[0] == "counter"] == before
 
 
-def test_an_age_that_is_not_known_is_not_sent_as_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_age_is_not_sent_as_zero(monkeypatch):
     sent: dict[str, float] = {}
     monkeypatch.setattr(
         AirflowMetrics, "gauge", lambda _, name, value, tags: sent.update({name: value})
@@ -104,9 +100,7 @@ def test_an_age_that_is_not_known_is_not_sent_as_0(monkeypatch: pytest.MonkeyPat
     assert sent == {"broadway.queue.depth": 0, "broadway.queue.oldest_age": 0.0}
 
 
-def test_an_empty_queue_of_a_broker_without_ages_leaves_no_gauge_of_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_empty_queue_without_ages_sends_no_age_gauge(tmp_path, monkeypatch):
     sent: dict[str, float] = {}
     monkeypatch.setattr(
         AirflowMetrics, "gauge", lambda _, name, value, tags: sent.update({name: value})

@@ -43,9 +43,9 @@ class Task:
         (SettleReport(acked=1, dead_lettered=4), ""),
     ],
 )
-def test_without_batchers_it_fails_for_what_lapsed_and_is_not_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: SettleReport, why: str
-) -> None:
+def test_unbatched_task_fails_for_lapsed_messages_without_retry(
+    tmp_path, monkeypatch, settled, why
+):
     monkeypatch.setattr("airflow_broadway.runs.settle.settle_generation", lambda *_, **__: settled)
     task = Task(tmp_path, PlainSums)
 
@@ -57,9 +57,9 @@ def test_without_batchers_it_fails_for_what_lapsed_and_is_not_tried_again(
 
 
 @pytest.mark.parametrize(("pipeline", "fails"), [(Sums, True), (PlainSums, False)])
-def test_cleared_alone_after_its_sensor_has_ended_it_fails_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: type[Sums], fails: bool
-) -> None:
+def test_process_cleared_after_its_sensor_fails_with_an_explanation(
+    tmp_path, monkeypatch, pipeline, fails
+):
     monkeypatch.setattr("airflow_broadway.operators.process.ended_sensor", lambda *_: "ack")
     task = Task(tmp_path, pipeline)
 

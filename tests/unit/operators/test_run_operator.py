@@ -1,4 +1,4 @@
-"""The operator that runs a whole pipeline in one task, in a context made by hand."""
+"""The operator that runs a whole pipeline in one task, in a test context."""
 
 from __future__ import annotations
 
@@ -27,21 +27,18 @@ class Echo(Passing):
     batchers = {"default": Batcher(engine="python")}
 
 
+def limited(allowed: int) -> SqliteProducer:
+    rate = RateLimiting(allowed_messages=allowed, interval=3600.0)
+    return SqliteProducer(queue="echo", path="/replaced", rate_limiting=rate)
+
+
 class Limited(Echo):
-    producer = SqliteProducer(
-        queue="echo",
-        path="/replaced",
-        rate_limiting=RateLimiting(allowed_messages=3, interval=3600.0),
-    )
+    producer = limited(3)
 
 
 class Faster(Limited):
     name = "Limited"
-    producer = SqliteProducer(
-        queue="echo",
-        path="/replaced",
-        rate_limiting=RateLimiting(allowed_messages=5, interval=3600.0),
-    )
+    producer = limited(5)
 
 
 class Failing(Echo):
@@ -54,13 +51,13 @@ class Half(Echo):
         return message.failed("why") if message.data == b"0" else message
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
-        return [each.failed("why") if each.data == b"1" else each for each in messages]
+        return [message.failed("why") if message.data == b"1" else message for message in messages]
 
 
 def execute(
-    root: Path, run_id: str, pipeline: type[Echo] = Echo, *, try_number: int = 1, **given: Any
+    root: Path, run_id: str, pipeline: type[Echo] = Echo, *, try_number: int = 1, **options: Any
 ) -> tuple[dict[str, Any], Any]:
-    """One run; what it returned, and its folder."""
+    """One run; returns its result and its folder."""
     context = task_context(run_id, task_id="run", running=False)
     context["ti"].try_number = try_number
     operator = BroadwayRunOperator(
@@ -68,7 +65,7 @@ def execute(
         pipeline=pipeline(producer={"path": str(root / "queue.db")}),
         staging=f"file://{root}/staging",
         idle_seconds=0.0,
-        **given,
+        **options,
     )
     return operator.execute(context), run_of(root, context, pipeline)
 
@@ -77,12 +74,21 @@ def run_of(root: Path, context: Any, pipeline: type[Echo]) -> Any:
     return Host(context).open_run(f"file://{root}/staging", pipeline())
 
 
+def report_of(run: Any) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(run.files.read("report.json"))
+    return report
+
+
+def nonzero(report: dict[str, Any]) -> dict[str, int]:
+    return {name: count for name, count in report["totals"].items() if count}
+
+
 def send(root: Path, count: int) -> None:
     with SqliteQueue(root / "queue.db", "echo") as queue:
         queue.send([b"%d" % number for number in range(count)])
 
 
-def test_a_run_that_received_is_remembered_for_a_while(tmp_path: Path) -> None:
+def test_run_with_messages_is_remembered_until_retention(tmp_path):
     send(tmp_path, 5)
     returned, run = execute(tmp_path, "r1")
 
@@ -92,7 +98,7 @@ def test_a_run_that_received_is_remembered_for_a_while(tmp_path: Path) -> None:
     assert run.dag.list("_open") == []
 
 
-def test_empty_runs_leave_nothing_behind(tmp_path: Path) -> None:
+def test_empty_runs_leave_nothing(tmp_path):
     send(tmp_path, 1)
     execute(tmp_path, "r1")
 
@@ -105,7 +111,7 @@ def test_empty_runs_leave_nothing_behind(tmp_path: Path) -> None:
     assert len(run.dag.list("_balanced")) == 1
 
 
-def test_a_run_with_another_rate_begins_a_new_window(tmp_path: Path) -> None:
+def test_run_with_another_rate_begins_a_new_window(tmp_path):
     send(tmp_path, 10)
     received = [
         execute(tmp_path, run_id, pipeline)[0]["received"]
@@ -125,9 +131,7 @@ def test_a_run_with_another_rate_begins_a_new_window(tmp_path: Path) -> None:
         (4, "never", None),
     ],
 )
-def test_failed_messages_fail_the_run_once_all_are_settled(
-    tmp_path: Path, count: int, fail_when: Any, why: str | None
-) -> None:
+def test_failed_messages_fail_the_run_after_settlement(tmp_path, count, fail_when, why):
     send(tmp_path, count)
     if why is None:
         assert execute(tmp_path, "r1", Failing, fail_when=fail_when)[0]["failed"] == 4
@@ -139,9 +143,7 @@ def test_failed_messages_fail_the_run_once_all_are_settled(
     assert (depth.ready, depth.delayed, depth.leased) == (0, 4, 0)
 
 
-def test_a_run_whose_sum_does_not_balance_fails_and_is_not_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unbalanced_run_fails_without_retry(tmp_path, monkeypatch):
     # Given a run that loses count of a message
     send(tmp_path, 3)
     monkeypatch.setattr(
@@ -157,7 +159,7 @@ def test_a_run_whose_sum_does_not_balance_fails_and_is_not_tried_again(
 
 
 class Breaking(Failing):
-    """What ends a task ends it at the message 4, while ``broken``."""
+    """Interrupts the task at the message 4, while ``broken``."""
 
     broken = True
     processors = Processors(concurrency=1, max_demand=2)
@@ -168,56 +170,43 @@ class Breaking(Failing):
         return super().handle_message(processor, message, context)
 
 
-def test_a_run_that_breaks_midway_leaves_its_account(tmp_path: Path) -> None:
+def test_interrupted_run_leaves_its_account(tmp_path):
     send(tmp_path, 6)
 
     with pytest.raises(KeyboardInterrupt):
         execute(tmp_path, "r1", Breaking)
 
-    # Then it is settled, nothing is open, and its report says what became of each message
+    # Then it is settled, nothing is open, and its report accounts for all messages
     run = run_of(tmp_path, task_context("r1"), Breaking)
     [record] = run.generations()
     assert record.state == SETTLED
     assert run.dag.list("_open") == []
-    report = json.loads(run.files.read("report.json"))
-    assert {name: count for name, count in report["totals"].items() if count} == {
-        "received": 6,
-        "failed": 4,
-        "requeued": 4,
-        "released": 2,
-        "accounted": 6,
-    }
+    report = report_of(run)
+    failed = {"failed": 4, "requeued": 4}
+    assert nonzero(report) == {"received": 6, "released": 2, "accounted": 6, **failed}
     assert (report["balanced"], report["failed_tasks"]) == (True, ["run"])
     assert report["generations"][0]["stopped"] == "interrupted"
 
 
-def test_what_was_handed_out_and_never_heard_of_is_received_and_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_receive_response_is_counted_and_released(tmp_path, monkeypatch):
     send(tmp_path, 3)
 
-    def answer_lost(queue: SqliteQueue, *given: Any, **named: Any) -> Any:
-        received(queue, *given, **named)
+    def lose_response(queue, *args, **kwargs):
+        received(queue, *args, **kwargs)
         raise ProducerError("the answer was lost")
 
     received = SqliteQueue.receive
-    monkeypatch.setattr(SqliteQueue, "receive", answer_lost)
+    monkeypatch.setattr(SqliteQueue, "receive", lose_response)
     with pytest.raises(ProducerError, match="the answer was lost"):
         execute(tmp_path, "r1")
 
     run = run_of(tmp_path, task_context("r1"), Echo)
-    report = json.loads(run.files.read("report.json"))
-    assert {name: count for name, count in report["totals"].items() if count} == {
-        "received": 3,
-        "released": 3,
-        "accounted": 3,
-    }
+    report = report_of(run)
+    assert nonzero(report) == {"received": 3, "released": 3, "accounted": 3}
     assert report["balanced"]
 
 
-def test_a_later_try_that_received_nothing_has_the_files_of_the_earlier_ones_removed_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_empty_retry_marks_files_of_earlier_tries_for_removal(tmp_path, monkeypatch):
     send(tmp_path, 1)
     execute(tmp_path, "r0")
     with monkeypatch.context() as patch:
@@ -231,9 +220,7 @@ def test_a_later_try_that_received_nothing_has_the_files_of_the_earlier_ones_rem
     assert any(name.endswith("-r1.json") for name in run.dag.list("_balanced"))
 
 
-def test_the_tries_of_a_run_are_in_one_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tries_of_a_run_share_one_report(tmp_path, monkeypatch):
     send(tmp_path, 6)
     with pytest.raises(KeyboardInterrupt):
         execute(tmp_path, "r1", Breaking)
@@ -241,24 +228,24 @@ def test_the_tries_of_a_run_are_in_one_report(
     monkeypatch.setattr(Breaking, "broken", False)
     _, run = execute(tmp_path, "r1", Breaking)
 
-    report = json.loads(run.files.read("report.json"))
-    assert [each["received"] for each in report["generations"]] == [6, 2]
+    report = report_of(run)
+    assert [generation["received"] for generation in report["generations"]] == [6, 2]
     assert (report["totals"]["acked"], report["totals"]["released"]) == (2, 2)
     assert report["failed_tasks"] == []
 
 
-def test_the_report_of_a_run_names_why_messages_failed(tmp_path: Path) -> None:
+def test_report_names_the_reasons_of_failures(tmp_path):
     send(tmp_path, 6)
     _, run = execute(tmp_path, "r1", Failing)
-    report = json.loads(run.files.read("report.json"))
+    report = report_of(run)
     assert report["reasons"] == [{"count": 4, "stage": "", "reason": "why"}]
     assert report["totals"]["failed"] == 4
 
 
-def test_a_run_sends_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_sends_its_metrics(tmp_path, monkeypatch):
     sent: dict[str, Any] = {}
 
-    def incr(name: str, count: int, tags: Any) -> None:
+    def incr(name, count, tags):
         sent[name] = (count, tags)
 
     monkeypatch.setattr("airflow_broadway.adapters.metrics.Stats.incr", incr)
@@ -266,11 +253,11 @@ def test_a_run_sends_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     send(tmp_path, 5)
     execute(tmp_path, "r1", Half)
 
-    about = {"pipeline": "Half", "dag_id": "d"}
+    tags = {"pipeline": "Half", "dag_id": "d"}
     assert sent == {
-        "broadway.messages.received": (5, about),
-        "broadway.messages.failed": (2, about),
-        "broadway.messages.acked": (3, about),
-        "broadway.messages.requeued": (2, about),
-        "broadway.batches": (1, {**about, "batcher": "default", "trigger": "flush"}),
+        "broadway.messages.received": (5, tags),
+        "broadway.messages.failed": (2, tags),
+        "broadway.messages.acked": (3, tags),
+        "broadway.messages.requeued": (2, tags),
+        "broadway.batches": (1, {**tags, "batcher": "default", "trigger": "flush"}),
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 from airflow.dag_processing.dagbag import DagBag
@@ -23,7 +22,7 @@ class Faulty(PlainSums):
         return message
 
 
-def test_a_segmentation_fault_ends_the_task(tmp_path: Path) -> None:
+def test_segmentation_fault_ends_the_task(tmp_path):
     dag_file = tmp_path / "dag.py"
     dag_file.write_text("from airflow.sdk import DAG\n\nDAG('d')\n")
     with SqliteQueue(tmp_path / "queue.db", "sums") as queue:

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.deaths import WORK, Deaths, mark_begun, say_ended, say_started
 from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.outcome import Outcome
-from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
@@ -75,9 +75,9 @@ class World:
         self.envs: list[Mapping[str, str]] = []
         self.works: list[Work] = []
         self.handled: set[str] | None = None
-        #: Ids of batches at which an application dies: it runs them in order then, one at a time.
+        #: Ids of batches that kill an application, which then runs them one at a time.
         self.deadly: set[str] = set()
-        #: Whether each application says that it began, and that it ended.
+        #: Whether applications report their begin and their end.
         self.says = (False, False)
         self.exit_code = 0
         self.output = io.StringIO()
@@ -87,23 +87,20 @@ class World:
         return self.staged.plan(batcher, batches)
 
     def operator(self, *references: Any, **more: Any) -> BroadwaySparkSubmitOperator:
-        """The task of these plans; of a new one, unless any is given."""
-        references = references or ({"plan": self.plan().path},)
+        """The task of these plans, or of a new one."""
+        batches = [
+            {"plan": reference.path} if isinstance(reference, BatchPlan) else reference
+            for reference in references or (self.plan(),)
+        ]
+        options: dict[str, Any] = {"pipeline": Counting, "check_pipeline": False, **more}
         return BroadwaySparkSubmitOperator(
-            **{
-                "task_id": "handle_batches",
-                "pipeline": Counting,
-                "batches": list(references),
-                "staging": self.staging,
-                "check_pipeline": False,
-                **more,
-            }
+            task_id="handle_batches", batches=batches, staging=self.staging, **options
         )
 
     def execute(self, *references: Any, **more: Any) -> Any:
         return self.operator(*references, **more).execute(self.context)
 
-    # What takes the place of spark-submit: records an outcome for each batch, or for some.
+    # A fake spark-submit: records outcomes of all batches, or of some.
     def popen(self, command: list[str], **kwargs: Any) -> Any:
         self.commands.append(command)
         self.envs.append(kwargs.get("env") or dict(os.environ))
@@ -121,57 +118,47 @@ class World:
             head, batches = BatchPlan.read(files, path)
             for batch in batches:
                 if self.handled is None or batch.batch_id in self.handled:
-                    made = Outcome(
-                        batch_id=batch.batch_id,
-                        batcher=head.batcher,
-                        plan=head.path,
-                        successful=batch.size,
-                        failed=0,
-                        writer="w",
-                    )
-                    files.create(paths.outcome(head.path, batch.batch_id), made.dumps())
+                    self._record(files, head, batch)
         self.output = io.StringIO("line\n")
-        return SimpleNamespace(
-            stdout=self.output, wait=lambda: self.exit_code, poll=lambda: self.exit_code
-        )
+        code = self.exit_code
+        return SimpleNamespace(stdout=self.output, wait=lambda: code, poll=lambda: code)
+
+    @staticmethod
+    def _record(files: LocalFiles, head: BatchPlan, batch: PlannedBatch) -> None:
+        counts: dict[str, Any] = {"successful": batch.size, "failed": 0, "writer": "w"}
+        outcome = Outcome(batch_id=batch.batch_id, batcher=head.batcher, plan=head.path, **counts)
+        files.create(paths.outcome(head.path, batch.batch_id), outcome.dumps())
 
     def _die(self, files: LocalFiles, work: Work) -> None:
         """Run batches one after another, and die at a deadly one; else end in order."""
         for path in work.plans:
             head, batches = BatchPlan.read(files, path)
             for batch in batches:
-                done = paths.outcome(head.path, batch.batch_id)
-                if files.exists(done) or (work.only and batch.batch_id not in work.only):
+                path = paths.outcome(head.path, batch.batch_id)
+                if files.exists(path) or (work.only and batch.batch_id not in work.only):
                     continue
                 if work.marked:
                     mark_begun(files, work.name, work.try_number, WORK, batch.batch_id)
                 if batch.batch_id in self.deadly:
                     return
-                made = Outcome(
-                    batch_id=batch.batch_id,
-                    batcher=head.batcher,
-                    plan=head.path,
-                    successful=batch.size,
-                    failed=0,
-                )
-                files.create(done, made.dumps())
+                self._record(files, head, batch)
         say_ended(files, work.name, work.try_number, WORK)
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    made = World(tmp_path)
+def world(tmp_path, monkeypatch):
+    world = World(tmp_path)
     monkeypatch.setenv("AIRFLOW_HOME", str(tmp_path))
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(LOCAL))
     monkeypatch.setattr(
         "airflow.providers.apache.spark.hooks.spark_submit.subprocess",
-        SimpleNamespace(Popen=made.popen, PIPE=-1, STDOUT=-2),
+        SimpleNamespace(Popen=world.popen, PIPE=-1, STDOUT=-2),
     )
     monkeypatch.setattr(submission, "check_java", lambda env: None)
     monkeypatch.setattr(SparkBatches, "leases_kept", lambda *_: nullcontext())
     for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_HOME", "SPARK_CONF_DIR"):
         monkeypatch.delenv(name, raising=False)
-    return made
+    return world
 
 
 def settings(command: Sequence[str]) -> dict[str, str]:
@@ -182,16 +169,11 @@ def settings(command: Sequence[str]) -> dict[str, str]:
 # -- the application it starts ---------------------------------------------------------------------
 
 
-def test_it_runs_one_application_and_returns_a_reference(world: World) -> None:
+def test_one_application_runs_and_a_reference_is_returned(world):
     plan = world.plan()
-    returned = world.execute({"plan": plan.path}, None)
-    assert returned == {
-        "batches": 3,
-        "failed": 0,
-        "messages": 6,
-        "failed_messages": 0,
-        "plans": [plan.path],
-    }
+    returned = world.execute(plan, None)
+    assert returned.pop("plans") == [plan.path]
+    assert returned == {"batches": 3, "failed": 0, "messages": 6, "failed_messages": 0}
     [command] = world.commands
     assert command[0].endswith("/pyspark/bin/spark-submit")
     assert command[command.index("--master") + 1] == "local[2]"
@@ -210,15 +192,15 @@ def test_it_runs_one_application_and_returns_a_reference(world: World) -> None:
     assert world.output.closed
 
 
-def test_all_batchers_share_one_application(world: World) -> None:
+def test_all_batchers_share_one_application(world):
     plans = [world.plan(), world.plan(batcher="wide")]
-    returned = world.execute(*({"plan": plan.path} for plan in plans))
+    returned = world.execute(*plans)
     assert returned["batches"] == 6
     assert len(world.commands) == 1
     assert world.works[0].plans == [plan.path for plan in plans]
 
 
-def test_no_option_of_the_pipeline_is_on_the_command_line(world: World) -> None:
+def test_no_pipeline_option_is_on_the_command_line(world):
     world.execute(pipeline=Counting(context="hush hush"))
     assert world.works[0].pipeline["options"] == {"context": "hush hush"}
     assert "hush" not in str(world.commands)
@@ -226,17 +208,15 @@ def test_no_option_of_the_pipeline_is_on_the_command_line(world: World) -> None:
 
 
 @pytest.mark.parametrize("mode", ["client", "cluster"])
-def test_keys_of_s3_are_on_no_command_line_and_in_no_cluster(
-    world: World, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_s3_keys_are_on_no_command_line_and_in_no_cluster(world, monkeypatch, mode):
     # Given a staging root in S3, by a connection that has keys
     connection = {"conn_type": "spark", "host": "yarn", "extra": {"deploy-mode": mode}}
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
     aws = Connection(conn_id="aws", login="AKIA", password="hush", extra={"region_name": "eu"})
-    found = s3_settings("s3a://lake/x", aws, {})
-    monkeypatch.setattr(submission, "s3_settings", lambda *_: found)
+    s3 = s3_settings("s3a://lake/x", aws, {})
+    monkeypatch.setattr(submission, "s3_settings", lambda *_: s3)
 
     # When the application is started
     world.execute(durable=False)
@@ -248,21 +228,21 @@ def test_keys_of_s3_are_on_no_command_line_and_in_no_cluster(
     assert env.get("AWS_SECRET_ACCESS_KEY") == ("hush" if mode == "client" else None)
 
 
-def test_a_local_master_gets_light_settings_that_may_be_overridden(world: World) -> None:
+def test_local_master_gets_overridable_light_settings(world):
     world.execute(conf={"spark.ui.enabled": "true", "a.b": "c"})
-    made = settings(world.commands[0])
-    assert made["spark.driver.extraJavaOptions"] == LIGHT_JVM
-    assert made["spark.scheduler.mode"] == "FAIR"
-    assert (made["spark.ui.enabled"], made["a.b"]) == ("true", "c")
+    conf = settings(world.commands[0])
+    assert conf["spark.driver.extraJavaOptions"] == LIGHT_JVM
+    assert conf["spark.scheduler.mode"] == "FAIR"
+    assert (conf["spark.ui.enabled"], conf["a.b"]) == ("true", "c")
 
 
-def test_settings_of_files_are_not_overridden(world: World, tmp_path: Path) -> None:
+def test_settings_of_files_are_not_overridden(world, tmp_path):
     file = tmp_path / "own.conf"
     file.write_text("# mine\nspark.scheduler.mode FIFO\nspark.log.level=INFO\n")
     world.execute(properties_file=str(file))
-    made = settings(world.commands[0])
-    assert {"spark.scheduler.mode", "spark.log.level"}.isdisjoint(made)
-    assert "spark.ui.enabled" in made
+    conf = settings(world.commands[0])
+    assert {"spark.scheduler.mode", "spark.log.level"}.isdisjoint(conf)
+    assert "spark.ui.enabled" in conf
 
 
 @pytest.mark.parametrize(
@@ -274,9 +254,7 @@ def test_settings_of_files_are_not_overridden(world: World, tmp_path: Path) -> N
         ("local[2]", {"conf": {"spark.api.mode": "connect"}}, "spark.api.mode=connect is set"),
     ],
 )
-def test_spark_connect_is_refused_before_anything_is_started(
-    world: World, monkeypatch: pytest.MonkeyPatch, host: str, more: dict[str, Any], what: str
-) -> None:
+def test_spark_connect_is_refused_before_anything_starts(world, monkeypatch, host, more, what):
     connection = json.dumps({"conn_type": "spark", "host": host})
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", connection)
     with pytest.raises(BroadwayError, match=rf"{re.escape(what)}.*Connect is not supported yet"):
@@ -285,7 +263,7 @@ def test_spark_connect_is_refused_before_anything_is_started(
     assert world.run.files.list("work") == []
 
 
-def test_the_driver_runs_on_the_workers_python_and_spark(world: World) -> None:
+def test_driver_runs_on_the_workers_python_and_spark(world):
     world.execute(env_vars={"MINE": "1"})
     [env] = world.envs
     assert env["PYSPARK_PYTHON"] == env["PYSPARK_DRIVER_PYTHON"] == sys.executable
@@ -293,13 +271,13 @@ def test_the_driver_runs_on_the_workers_python_and_spark(world: World) -> None:
     assert env["MINE"] == "1"
 
 
-def test_a_python_that_was_chosen_stays(world: World) -> None:
+def test_chosen_python_stays(world):
     world.execute(env_vars={"PYSPARK_PYTHON": "/opt/python"})
     [env] = world.envs
     assert env["PYSPARK_PYTHON"] == env["PYSPARK_DRIVER_PYTHON"] == "/opt/python"
 
 
-def test_a_python_of_the_executors_that_was_chosen_by_a_setting_stays(world: World) -> None:
+def test_chosen_executor_python_stays(world):
     conf = {"spark.pyspark.python": "/opt/python"}
     world.execute(conf=conf)
     assert settings(world.commands[0])["spark.pyspark.python"] == "/opt/python"
@@ -308,54 +286,54 @@ def test_a_python_of_the_executors_that_was_chosen_by_a_setting_stays(world: Wor
     assert env["PYSPARK_DRIVER_PYTHON"] == sys.executable
 
 
-def test_the_users_py_files_are_kept(world: World, tmp_path: Path) -> None:
+def test_own_py_files_are_kept(world, tmp_path):
     own = tmp_path / "own.py"
     own.write_text("")
     world.execute(py_files=f"{own}, s3://code/more.zip")
     command = world.commands[0]
-    given = command[command.index("--py-files") + 1].split(",")
-    assert given[0].endswith(".zip")
-    assert given[1:] == [str(own), "s3://code/more.zip"]
+    first, *others = command[command.index("--py-files") + 1].split(",")
+    assert first.endswith(".zip")
+    assert others == [str(own), "s3://code/more.zip"]
 
 
-def test_nothing_to_do_starts_nothing(world: World) -> None:
+def test_nothing_starts_without_open_batches(world):
     plan = world.plan()
-    world.execute({"plan": plan.path})
-    assert world.execute({"plan": plan.path})["batches"] == 3
+    world.execute(plan)
+    assert world.execute(plan)["batches"] == 3
     assert len(world.commands) == 1
     with pytest.raises(AirflowSkipException):
         world.execute(None, [None, []])
     assert len(world.commands) == 1
 
 
-def test_references_come_in_any_nesting(world: World) -> None:
+def test_references_may_be_nested(world):
     plan = {"plan": world.plan().path}
     assert world.execute([[plan], None], plan)["batches"] == 3
     assert world.works[0].plans == [plan["plan"]]
 
 
-def test_every_application_fences_the_earlier_ones_off(world: World) -> None:
+def test_every_application_fences_off_earlier_ones(world):
     plan = world.plan()
     world.handled = set()
     for _ in range(3):  # a retry, or a cleared task whose tries begin at 1 again
         with pytest.raises(AirflowException):
-            world.execute({"plan": plan.path})
+            world.execute(plan)
     assert [work.try_number for work in world.works] == [1, 2, 3]
 
 
 # -- what came of it -------------------------------------------------------------------------------
 
 
-def test_a_missing_outcome_fails_the_task_and_says_what_to_do(world: World) -> None:
+def test_missing_outcome_fails_the_task_with_the_remedy(world):
     plan = world.plan()
     world.handled, world.exit_code = {"b0"}, 1
     with pytest.raises(
         AirflowException, match=r"2 of 3 batches have no outcome; .*A retry, or clearing this task"
     ):
-        world.execute({"plan": plan.path})
+        world.execute(plan)
     # The retry runs only the others.
     world.handled, world.exit_code = None, 0
-    assert world.execute({"plan": plan.path})["batches"] == 3
+    assert world.execute(plan)["batches"] == 3
 
 
 @pytest.mark.parametrize(
@@ -370,44 +348,39 @@ def test_a_missing_outcome_fails_the_task_and_says_what_to_do(world: World) -> N
         (0, "exit code 0"),
     ],
 )
-def test_a_driver_that_dies_is_told_with_its_exit_code(
-    world: World, code: int, ending: str
-) -> None:
+def test_exit_code_of_a_dead_driver_is_explained(world, code, ending):
     world.handled, world.exit_code = set(), code
     with pytest.raises(AirflowException, match=f"Spark ended with {ending}[.]  A retry"):
         world.execute()
 
 
-def test_an_application_that_ends_badly_after_all_was_done_is_no_failure(world: World) -> None:
+def test_bad_exit_after_all_outcomes_is_no_failure(world):
     world.exit_code = 1
     assert world.execute()["batches"] == 3
 
 
-def test_failed_batches_are_counted(world: World) -> None:
+def test_failed_batches_are_counted(world):
     plan = world.plan()
-    bad = Outcome(
-        batch_id="b0", batcher="default", plan=plan.path, successful=0, failed=2, error="no"
-    )
+    counts: dict[str, Any] = {"successful": 0, "failed": 2, "error": "no"}
+    bad = Outcome(batch_id="b0", batcher="default", plan=plan.path, **counts)
     world.staged.files.create(paths.outcome(plan.path, "b0"), bad.dumps())
-    returned = world.execute({"plan": plan.path})
+    returned = world.execute(plan)
     assert (returned["failed"], returned["failed_messages"]) == (1, 2)
 
 
-def test_a_lapsed_lease_fails_at_once_without_a_jvm(world: World) -> None:
+def test_lapsed_lease_fails_immediately_without_a_jvm(world):
     world.staged.lease(seconds=-1)
     with pytest.raises(AirflowFailException, match="no longer holds its messages: clear `process`"):
         world.execute()
     assert world.commands == []
 
 
-def test_a_lease_that_lapses_meanwhile_is_not_retried(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lease_that_lapses_meanwhile_is_not_retried(world, monkeypatch):
     world.handled = {"b0"}
     operator = world.operator()
 
     @contextmanager
-    def lapsing(*_: Any) -> Iterator[None]:
+    def lapsing(*_):
         yield
         world.staged.lease(seconds=-1)
 
@@ -431,16 +404,14 @@ def settle(world: World) -> None:
 
 
 @pytest.mark.parametrize("handled", [True, False])
-def test_after_settlement_nothing_runs_and_the_log_says_how_it_was_settled(
-    world: World, handled: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settled_plan_runs_nothing_and_logs_its_settlement(world, handled, caplog):
     plan = world.plan()
     if handled:
-        world.execute({"plan": plan.path})
+        world.execute(plan)
     settle(world)
     world.staged.lease(seconds=-1)
     world.commands.clear()
-    operator = world.operator({"plan": plan.path})
+    operator = world.operator(plan)
     with caplog.at_level(logging.INFO):
         assert operator.execute(world.context)["batches"] == (3 if handled else 0)
     assert world.commands == []
@@ -450,20 +421,18 @@ def test_after_settlement_nothing_runs_and_the_log_says_how_it_was_settled(
     assert ("b0: 2 succeeded, 0 failed" in text) is handled
 
 
-def test_a_plan_of_another_root_is_refused_with_both_hosts(world: World) -> None:
+def test_plan_of_another_root_is_refused_with_both_hosts(world):
     world.staged.root_id = "another"
     with pytest.raises(BroadwayError, match=r"files written on host 'host' lie under another"):
         world.execute()
 
 
-def test_leases_are_kept_around_the_application_only(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leases_are_kept_only_during_the_application(world, monkeypatch):
     seen: list[str] = []
     operator = world.operator()
 
     @contextmanager
-    def kept(*_: Any) -> Iterator[None]:
+    def kept(*_):
         seen.append(f"before {len(world.commands)}")
         yield
         seen.append(f"after {len(world.commands)}")
@@ -477,11 +446,11 @@ def test_leases_are_kept_around_the_application_only(
 # -- a cluster that outlives the task --------------------------------------------------------------
 
 
-def test_a_job_of_a_cluster_is_known_by_its_list_of_work(world: World) -> None:
+def test_cluster_job_is_keyed_by_its_work(world):
     first, second = world.plan(), world.plan(batcher="wide")
     keys = []
     for references in ([first], [first], [first, second]):
-        operator = world.operator(*({"plan": each.path} for each in references))
+        operator = world.operator(*references)
         world.handled = set()
         with pytest.raises(AirflowException):
             operator.execute(world.context)
@@ -489,27 +458,27 @@ def test_a_job_of_a_cluster_is_known_by_its_list_of_work(world: World) -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_a_job_that_succeeded_with_outcomes_missing_is_submitted_again(world: World) -> None:
+def test_finished_job_with_missing_outcomes_is_resubmitted(world):
     plan = world.plan()
-    operator = world.operator({"plan": plan.path})
+    operator = world.operator(plan)
     world.handled = {"b0"}
     with pytest.raises(AirflowException):
         operator.execute(world.context)
     assert not operator.is_job_succeeded("FINISHED")
     world.handled = None
-    world.execute({"plan": plan.path})
+    world.execute(plan)
     assert operator.is_job_succeeded("FINISHED")
     assert not operator.is_job_succeeded("FAILED")
 
 
-def test_a_kill_before_anything_was_started_is_harmless(world: World) -> None:
+def test_kill_before_the_start_is_harmless(world):
     world.operator().on_kill()
 
 
 # -- what is missing -------------------------------------------------------------------------------
 
 
-def test_a_missing_connection_is_never_yarn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_connection_is_never_yarn(world, monkeypatch):
     with pytest.raises(ConnectionMissing, match=r"'spark_prod' is not defined; .*AIRFLOW_CONN_SPA"):
         world.execute(conn_id="spark_prod")
     assert world.commands == []
@@ -519,15 +488,13 @@ def test_a_missing_connection_is_never_yarn(world: World, monkeypatch: pytest.Mo
     "connection",
     [{"conn_type": "http", "host": "example.org"}, {"conn_type": "spark", "host": "x"}],
 )
-def test_a_connection_of_another_kind_is_refused(
-    world: World, monkeypatch: pytest.MonkeyPatch, connection: dict[str, str]
-) -> None:
+def test_connection_of_another_kind_is_refused(world, monkeypatch, connection):
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
     with pytest.raises(ConnectionMissing, match=r"expected local.*, yarn"):
         world.execute()
 
 
-def test_no_spark_submit_is_one_clear_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_spark_submit_is_one_clear_error(world, monkeypatch):
     monkeypatch.setattr("airflow_broadway.submit.environment._find_bundled_spark", lambda: None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
@@ -536,9 +503,7 @@ def test_no_spark_submit_is_one_clear_error(world: World, monkeypatch: pytest.Mo
         world.execute()
 
 
-def test_a_pipeline_that_spark_cannot_import_is_one_clear_error_before_a_jvm(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unimportable_pipeline_is_one_clear_error_before_a_jvm(world, tmp_path, monkeypatch):
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "helper_module_x.py").write_text("")
@@ -549,30 +514,30 @@ def test_a_pipeline_that_spark_cannot_import_is_one_clear_error_before_a_jvm(
     )
     monkeypatch.syspath_prepend(str(folder))
     plan = world.plan()
-    given: dict[str, Any] = {"pipeline": "needs_helper_x:Needy", "check_pipeline": True}
+    kwargs: dict[str, Any] = {"pipeline": "needs_helper_x:Needy", "check_pipeline": True}
     with pytest.raises(PipelineError, match=r"No module named 'helper_module_x'.*\n.*py_files"):
-        world.execute({"plan": plan.path}, **given)
+        world.execute(plan, **kwargs)
     assert world.commands == []
-    # Unasked, nobody looks.
-    world.execute({"plan": world.plan(batcher="wide").path}, **{**given, "check_pipeline": False})
+    # Without check_pipeline nothing is checked.
+    world.execute({"plan": world.plan(batcher="wide").path}, **{**kwargs, "check_pipeline": False})
     assert len(world.commands) == 1
-    # With the helper, and what the class inherits from, it goes.
+    # With the helper and the base class it works.
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
-    given["py_files"] = str(folder / "helper_module_x.py")
-    assert world.execute({"plan": plan.path}, **given)["batches"] == 3
+    kwargs["py_files"] = str(folder / "helper_module_x.py")
+    assert world.execute(plan, **kwargs)["batches"] == 3
 
 
 # -- while the Dag is parsed -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["application", "application_args", "java_class"])
-def test_the_application_is_ours(name: str) -> None:
-    given: dict[str, Any] = {name: ["x"]}
+def test_application_arguments_are_reserved(name):
+    kwargs: dict[str, Any] = {name: ["x"]}
     with pytest.raises(OptionsError, match=name):
-        BroadwaySparkSubmitOperator(task_id="t", pipeline=Counting, batches=[], **given)
+        BroadwaySparkSubmitOperator(task_id="t", pipeline=Counting, batches=[], **kwargs)
 
 
-def test_the_serialized_task_holds_only_a_reference() -> None:
+def test_serialized_task_holds_only_a_reference():
     with DAG("d", schedule=None) as dag:
         BroadwaySparkSubmitOperator(
             task_id="t",
@@ -587,7 +552,7 @@ def test_the_serialized_task_holds_only_a_reference() -> None:
     assert "handle_batch(" not in text
 
 
-def test_two_applications_never_take_each_other_for_a_later_try(world: World) -> None:
+def test_similar_task_names_have_separate_work_files(world):
     # Given batchers whose names differ in a sign that no name of a file may hold
     plan = world.plan()
     plans = OpenPlans(world.run, [plan.path])
@@ -599,14 +564,14 @@ def test_two_applications_never_take_each_other_for_a_later_try(world: World) ->
         assert path.endswith("-000001.json")
         names.add(path)
 
-    # Then each has a work file of its own, and none fences another off
+    # Then they have separate work files, and none fences another
     assert len(names) == 4
 
 
 # -- applications that die -------------------------------------------------------------------------
 
 
-def test_applications_that_die_are_followed_by_others_under_a_budget(world: World) -> None:
+def test_dead_applications_are_followed_up_to_a_budget(world):
     # Given three batches, at the second of which each application dies
     world.deadly, world.says, world.exit_code = {"b1"}, (True, False), 137
     with pytest.raises(AirflowException, match="1 of 3 batches has no outcome"):
@@ -623,7 +588,7 @@ def test_applications_that_die_are_followed_by_others_under_a_budget(world: Worl
     assert len(world.works) == 4
 
 
-def test_an_application_whose_task_died_with_it_is_followed_by_marked_ones(world: World) -> None:
+def test_application_killed_with_its_task_is_followed_by_marked_ones(world):
     # Given an application of a task that was killed whole
     plan = world.plan()
     world.deadly, world.says = {"b1"}, (True, False)
@@ -633,54 +598,52 @@ def test_an_application_whose_task_died_with_it_is_followed_by_marked_ones(world
 
     # When the task is tried again
     with pytest.raises(AirflowException, match="1 of 3 batches has no outcome"):
-        world.execute({"plan": plan.path}, max_applications=4)
+        world.execute(plan, max_applications=4)
 
     # Then it marks batches from the first on, and that one's death counts neither as a death nor
     # towards the applications that may be started
-    assert [each.marked for each in world.works] == [True] * 4
+    assert [work.marked for work in world.works] == [True] * 4
     deaths = Deaths(world.staged.files, work.name, WORK)
     deaths.look()
     assert (deaths.count, deaths.interruptions) == (3, 1)
 
 
-def test_an_application_that_never_began_is_not_followed_by_another(world: World) -> None:
+def test_application_that_never_began_is_not_followed(world):
     world.handled, world.exit_code = set(), 1
     with pytest.raises(AirflowException, match="have no outcome"):
         world.execute()
     assert len(world.works) == 1
 
 
-def test_an_application_that_ended_in_order_is_not_followed_by_another(world: World) -> None:
+def test_orderly_ended_application_is_not_followed(world):
     world.handled, world.exit_code, world.says = {"b0"}, 1, (True, True)
     with pytest.raises(AirflowException, match="2 of 3 batches have no outcome"):
         world.execute()
     assert len(world.works) == 1
 
 
-def test_a_budget_of_no_applications_is_refused(world: World) -> None:
+def test_budget_of_no_applications_is_refused(world):
     with pytest.raises(OptionsError, match=r"max_applications.*an integer of at least 1"):
         world.operator(max_applications=0)
 
 
-def test_a_task_that_is_killed_does_not_die_of_its_batches(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_task_does_not_suspect_its_batches(world, monkeypatch):
     # Given an application that began, and is at work when its task is killed
     world.handled, world.exit_code, world.says = {"b0"}, 137, (True, False)
     operator = world.operator()
-    told: list[bool] = []
+    kills: list[bool] = []
 
-    def killed(*_: Any) -> int:
+    def killed(*_):
         operator.on_kill()
-        told.append(True)
+        kills.append(True)
         return 137
 
     popen = world.popen
 
-    def started(*args: Any, **kwargs: Any) -> Any:
-        made = popen(*args, **kwargs)
-        made.wait, made.kill = killed, lambda: None
-        return made
+    def started(*args, **kwargs):
+        process = popen(*args, **kwargs)
+        process.wait, process.kill = killed, lambda: None
+        return process
 
     monkeypatch.setattr(
         "airflow.providers.apache.spark.hooks.spark_submit.subprocess",
@@ -690,7 +653,7 @@ def test_a_task_that_is_killed_does_not_die_of_its_batches(
         operator.execute(world.context)
 
     # Then no other follows, and its batches are not suspected
-    assert told
+    assert kills
     assert len(world.works) == 1
     deaths = Deaths(world.staged.files, world.works[0].name, WORK)
     deaths.look(over=None)

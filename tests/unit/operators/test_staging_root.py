@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from airflow_broadway.adapters.staging import staging_root
 
 
-def test_an_argument_wins_over_the_setting_and_that_over_airflows_home(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_argument_precedes_setting_and_that_airflow_home(monkeypatch, tmp_path):
     monkeypatch.setenv("AIRFLOW_HOME", str(tmp_path))
     monkeypatch.delenv("AIRFLOW__BROADWAY__STAGING", raising=False)
     assert staging_root(None) == f"file://{tmp_path}/broadway"

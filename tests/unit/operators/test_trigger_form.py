@@ -20,20 +20,20 @@ from tests.unit.operators.context import task_context
 from tests.unit.runs.steps import Sums
 
 
-def filled(**given: Any) -> dict[str, Any]:
-    """What a task gets of a form with these values, as Airflow checks and hands them on."""
+def filled(**fields: Any) -> dict[str, Any]:
+    """The params of a task from a form with these values, as Airflow checks them."""
     params = ParamsDict(make_params())
-    params.update(given)
+    params.update(fields)
     return dict(params.validate())
 
 
-def task(**given: Any) -> tuple[BroadwayProcessorOperator, Any]:
+def task(**fields: Any) -> tuple[BroadwayProcessorOperator, Any]:
     """A process task, and its context."""
     operator = BroadwayProcessorOperator(task_id="process", pipeline=Sums)
-    return operator, {**task_context(), "params": filled(**given)}
+    return operator, {**task_context(), "params": filled(**fields)}
 
 
-def test_an_empty_form_is_a_run_as_the_dag_says() -> None:
+def test_empty_form_is_a_default_run():
     operator, context = task()
 
     assert source_of_run(operator, Host(context), Sums()) == RunSource()
@@ -41,7 +41,7 @@ def test_an_empty_form_is_a_run_as_the_dag_says() -> None:
     assert not Host(context).is_dry_run()
 
 
-def test_each_field_has_a_title_help_and_a_section() -> None:
+def test_each_field_has_title_help_and_section():
     schemas = {name: param.serialize() for name, param in make_params().items()}
 
     for name, param in schemas.items():
@@ -50,7 +50,7 @@ def test_each_field_has_a_title_help_and_a_section() -> None:
         assert param["description"].endswith("."), name
 
 
-def test_the_source_is_chosen_from_a_list_in_words() -> None:
+def test_source_is_chosen_from_a_labelled_list():
     schema = make_params()["source"].serialize()["schema"]
 
     assert schema["enum"] == [None, *KINDS]
@@ -58,7 +58,7 @@ def test_the_source_is_chosen_from_a_list_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("fields", "why"),
     [
         ({"source": "attic"}, "source: 'attic' is not one of"),
         ({"source": ""}, "source: '' is not one of"),
@@ -70,17 +70,15 @@ def test_the_source_is_chosen_from_a_list_in_words() -> None:
         ({"dry_run": None}, "dry_run: None is not of type 'boolean'"),
     ],
 )
-def test_what_no_field_may_be_airflow_refuses_before_there_is_a_run(
-    given: dict[str, Any], why: str
-) -> None:
+def test_invalid_field_is_refused_before_there_is_a_run(fields, why):
     with pytest.raises(ParamValidationError) as raised:
-        filled(**given)
+        filled(**fields)
 
     assert why in " ".join(str(raised.value).split()).replace("Invalid input for param ", "")
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("fields", "why"),
     [
         ({"source": "archive"}, "has no archive to read: nothing was received"),
         ({"source": "log"}, "has no log to read an interval of: nothing was received"),
@@ -92,19 +90,15 @@ def test_what_no_field_may_be_airflow_refuses_before_there_is_a_run(
         ),
     ],
 )
-def test_fields_that_do_not_go_together_are_one_error_and_no_retry(
-    given: dict[str, Any], why: str
-) -> None:
-    operator, context = task(**given)
+def test_inconsistent_fields_are_one_error_without_retry(fields, why):
+    operator, context = task(**fields)
 
     with pytest.raises(AirflowFailException, match=why):
         source_of_run(operator, Host(context), Sums())
 
 
 @pytest.mark.parametrize("odd", ["true", "no", 1, 0, ["x"]])
-def test_without_the_form_a_dry_run_is_asked_for_by_a_truth_value_alone(
-    odd: Any, tmp_path: Any
-) -> None:
+def test_dry_run_must_be_a_boolean_without_the_form(odd, tmp_path):
     operator = BroadwayProcessorOperator(
         task_id="process",
         pipeline=Sums(producer={"path": str(tmp_path / "queue.db")}),
@@ -115,7 +109,7 @@ def test_without_the_form_a_dry_run_is_asked_for_by_a_truth_value_alone(
         operator.execute(cast("Any", {**task_context(), "params": {"dry_run": odd}}))
 
 
-def test_a_dry_run_that_airflow_keeps_from_the_task_is_refused() -> None:
+def test_dry_run_withheld_by_airflow_is_refused():
     _, context = task()
     context["dag_run"].conf = {"dry_run": True}
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.unit.plugin.site import Site, mounted
+from tests.unit.plugin.site import mounted
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(tmp_path, monkeypatch):
     """The pages over an empty staging root."""
     staging = tmp_path / "staging"
     staging.mkdir()
-    with mounted(staging, monkeypatch) as made:
-        yield made
+    with mounted(staging, monkeypatch) as pages:
+        yield pages

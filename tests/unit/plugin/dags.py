@@ -31,7 +31,7 @@ def _store(dag: DAG, *, is_paused: bool = False, is_stale: bool = False) -> None
         session.merge(DagBundleModel(name=_BUNDLE))
         session.flush()
         session.merge(
-            DagModel(  # type: ignore[no-untyped-call]
+            DagModel(
                 dag_id=dag.dag_id,
                 bundle_name=_BUNDLE,
                 fileloc="unit.py",
@@ -76,5 +76,5 @@ def stored_dags(*dags: DAG) -> Iterator[Store]:
         with create_session() as session:
             session.execute(delete(DagRun).where(DagRun.dag_id.in_(stored)))
             session.execute(delete(DagModel).where(DagModel.dag_id.in_(stored)))
-            # A bundle without Dags would be warned of in the log of whoever looks next.
+            # A bundle without Dags would cause a warning in the next test.
             session.execute(delete(DagBundleModel).where(DagBundleModel.name == _BUNDLE))

@@ -1,4 +1,4 @@
-"""Operators of somebody who has changed ours a little, as a Dag's authors do."""
+"""Operators that a Dag author derived from ours."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Site:
         self.app = app
 
     def browser(self, role: str | None = None, **options: Any) -> Browser:
-        """A browser of somebody with a role of the simple auth manager; ``None``: nobody."""
+        """A browser of a user with a role of the simple auth manager; ``None``: no login."""
         browser = Browser(self.app, base_url="http://airflow.test", **options)
         if role is not None:
             user = SimpleAuthManagerUser(username=role.lower(), role=role)

@@ -1,4 +1,4 @@
-"""Who may see and do what in the pages: Airflow's auth manager is asked; forged requests fail."""
+"""Rights in the pages: Airflow's auth manager decides, and forged requests fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from unittest import mock
 
 import pytest
-from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity, DagDetails
+from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity
 from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
 from airflow.models.dag import DagModel
 from fastapi import APIRouter, Request, Response
@@ -26,7 +26,7 @@ RUN = "/broadway/dags/d/runs/manual__2026-01-01T00:00:00+00:00"
 
 
 @pytest.fixture
-def acting(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
+def acting(site, monkeypatch):
     """The site with a page more: one that acts."""
     router = APIRouter(prefix="/dags/{dag_id}/acting", dependencies=[READS_RUNS])
 
@@ -35,29 +35,29 @@ def acting(site: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
         return page(request, "trouble.html", title="t", sentence=f"edits: {may_edit}", login=None)
 
     @router.post("", dependencies=[EDITS_RUNS])
-    def act(dag_id: str) -> dict[str, str]:
+    def act(dag_id):
         return {"acted": dag_id}
 
     @router.api_route("", methods=["PUT", "PATCH", "DELETE"])
-    def change(dag_id: str) -> dict[str, str]:
+    def change(dag_id):
         return {"changed": dag_id}
 
     @router.get("/broken")
-    def fail(dag_id: str) -> None:
+    def fail(dag_id):
         raise ZeroDivisionError("a secret of the code")
 
     @router.get("/refused")
-    def refuse(dag_id: str) -> None:
+    def refuse(dag_id):
         raise RequestRefused("there is no <b>run</b>")
 
     app = create_app()
     app.include_router(router)
-    [mount] = [each for each in site.app.routes if getattr(each, "path", "") == "/broadway"]
+    [mount] = [route for route in site.app.routes if getattr(route, "path", "") == "/broadway"]
     monkeypatch.setattr(mount, "app", app)
     return site
 
 
-def test_anonymous_gets_401_on_every_page_and_a_link_to_log_in(site: Site) -> None:
+def test_anonymous_gets_401_on_every_page_with_a_login_link(site):
     answer = site.browser().get(RUN)
 
     assert answer.status_code == 401
@@ -65,7 +65,7 @@ def test_anonymous_gets_401_on_every_page_and_a_link_to_log_in(site: Site) -> No
     assert "/auth/" in answer.text
 
 
-def test_a_viewer_sees_the_page(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_viewer_sees_the_page(site, monkeypatch):
     known = RunTasks(state="success")
     monkeypatch.setattr(run_page, "tasks_of_run", lambda dag_id, run_id: known)
     answer = site.browser("VIEWER").get(RUN)
@@ -74,14 +74,14 @@ def test_a_viewer_sees_the_page(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
     assert "manual__2026-01-01T00:00:00+00:00" in answer.text
 
 
-def test_a_cookie_that_is_not_airflows_is_refused(site: Site) -> None:
+def test_foreign_cookie_is_refused(site):
     browser = site.browser()
     browser.cookies.set("_token", "eyJhbGciOiJub25lIn0.eyJzdWIiOiJhZG1pbiJ9.")
 
     assert browser.get(RUN).status_code in (401, 403)
 
 
-def test_static_files_are_for_everyone_and_nothing_else_is(site: Site) -> None:
+def test_only_static_files_are_public(site):
     anonymous = site.browser()
 
     assert anonymous.get("/broadway/static/broadway.css").status_code == 200
@@ -90,31 +90,33 @@ def test_static_files_are_for_everyone_and_nothing_else_is(site: Site) -> None:
         assert anonymous.get(path).status_code == 404
 
 
-def test_every_route_asks_who_it_is_and_whether_the_request_is_forged() -> None:
-    routes = [each for each in create_app().routes if isinstance(each, APIRoute)]
+def test_every_route_checks_user_rights_and_csrf():
+    routes = [route for route in create_app().routes if isinstance(route, APIRoute)]
 
-    asked = {
-        route.path: {each.call for each in route.dependant.dependencies if each.call}
+    calls_of = {
+        route.path: {
+            dependency.call for dependency in route.dependant.dependencies if dependency.call
+        }
         for route in routes
     }
 
-    assert asked
-    guards = {each.dependency for each in access.GUARDS}
-    for path, calls in asked.items():
+    assert calls_of
+    guards = {guard.dependency for guard in access.GUARDS}
+    for path, calls in calls_of.items():
         assert guards <= calls, path
-        # A page of no one Dag chooses what it shows by the user's rights.
+        # A page of all Dags shows those that the user may read.
         if "{dag_id}" in path:
             assert {READS_RUNS.dependency, EDITS_RUNS.dependency} & calls, path
 
 
-def test_who_may_edit_is_told_so(acting: Site) -> None:
-    said = {
+def test_template_knows_who_may_edit(acting):
+    texts = {
         role: acting.browser(role).get("/broadway/dags/d/acting").text
         for role in ("VIEWER", "USER")
     }
 
-    assert "edits: False" in said["VIEWER"]
-    assert "edits: True" in said["USER"]
+    assert "edits: False" in texts["VIEWER"]
+    assert "edits: True" in texts["USER"]
 
 
 def token_for(site: Site, role: str, *, browser: str = "b", at: float | None = None) -> str:
@@ -131,34 +133,28 @@ def post(site: Site, role: str, token: str | None, **headers: str) -> int:
     return int(answer.status_code)
 
 
-def test_a_viewers_post_is_403_even_with_a_token(acting: Site) -> None:
+def test_viewer_post_is_403_even_with_a_token(acting):
     assert post(acting, "VIEWER", token_for(acting, "VIEWER")) == 403
 
 
-def test_a_user_acts_with_a_token_and_not_without_or_with_anothers(acting: Site) -> None:
+def test_user_acts_only_with_an_own_token(acting):
     good = token_for(acting, "USER")
 
     assert post(acting, "USER", good) == 200
-    assert post(acting, "USER", None) == 403
-    assert post(acting, "USER", good[:-2] + ("0" if good[-2] != "0" else "1") + good[-1]) == 403
-    assert post(acting, "USER", token_for(acting, "ADMIN")) == 403
-    assert post(acting, "USER", token_for(acting, "USER", browser="c")) == 403
-    assert post(acting, "USER", "9" * 5000) == 403
-    assert post(acting, "USER", "ü.ü") == 403
-    assert post(acting, "USER", "²²².a") == 403
+    forged = [None, good[:-1] + ("0" if good[-1] != "0" else "1"), "9" * 5000, "ü.ü", "²²².a"]
+    foreign = [token_for(acting, "ADMIN"), token_for(acting, "USER", browser="c")]
+    assert {post(acting, "USER", token) for token in (*forged, *foreign)} == {403}
     assert post(acting, "USER", good, **{access.CSRF_HEADER: ""}) == 403
     assert acting.browser("USER").post("/broadway/dags/d/acting").status_code == 403
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-def test_each_method_that_changes_something_needs_a_token(acting: Site, method: str) -> None:
+def test_each_changing_method_needs_a_token(acting, method):
     assert acting.browser("ADMIN").request(method, "/broadway/dags/d/acting").status_code == 403
 
 
-def test_a_token_is_bound_to_each_of_its_parts_and_to_the_secret(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def token(username: str, browser: str, at: int) -> str:
+def test_token_is_bound_to_each_part_and_the_secret(site, monkeypatch):
+    def token(username, browser, at):
         user = SimpleAuthManagerUser(username=username, role="USER")
         with mock.patch("time.time", return_value=at):
             return access.make_token(user, browser).rpartition(".")[2]
@@ -170,8 +166,8 @@ def test_a_token_is_bound_to_each_of_its_parts_and_to_the_secret(
     assert len(set(tokens)) == 5
 
 
-def test_the_cookie_of_a_browser_is_out_of_reach_of_scripts_and_of_other_sites() -> None:
-    def cookie(scheme: str, root: str, sent: str = "") -> str | None:
+def test_browser_cookie_is_http_only_and_same_site():
+    def cookie(scheme, root, sent=""):
         headers = [(b"cookie", f"{access.BROWSER_COOKIE}={sent}".encode())] if sent else []
         request = Request(
             {"type": "http", "scheme": scheme, "root_path": root, "headers": headers, "path": "/"}
@@ -193,18 +189,16 @@ def test_the_cookie_of_a_browser_is_out_of_reach_of_scripts_and_of_other_sites()
     assert cookie("http", "/broadway", sent="known") is None
 
 
-def test_only_dags_whose_runs_may_be_read_are_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dags_are_readable_if_their_runs_are(monkeypatch):
     class Manager:
         """Lets the user see two Dags, and read the runs of one."""
 
-        def get_authorized_dag_ids(self, *, user: object) -> set[str]:
+        def get_authorized_dag_ids(self, *, user):
             return {"mine", "seen", "elsewhere"}
 
-        def is_authorized_dag(
-            self, *, method: str, access_entity: object, details: DagDetails, user: object
-        ) -> bool:
-            asked = (method, access_entity, details.id, details.team_name)
-            return asked == ("GET", DagAccessEntity.RUN, "mine", "blue")
+        def is_authorized_dag(self, *, method, access_entity, details, user):
+            request = (method, access_entity, details.id, details.team_name)
+            return request == ("GET", DagAccessEntity.RUN, "mine", "blue")
 
     monkeypatch.setattr(access, "get_auth_manager", Manager)
     teams = {"mine": "blue", "seen": "blue", "hidden": "blue"}
@@ -214,15 +208,11 @@ def test_only_dags_whose_runs_may_be_read_are_readable(monkeypatch: pytest.Monke
     assert access.readable_dags(user, ["mine", "seen", "hidden"]) == {"mine"}
 
 
-def test_the_right_to_edit_is_asked_of_the_team_of_the_dag(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_right_to_edit_is_checked_for_the_team_of_the_dag(monkeypatch):
     class Manager:
-        def is_authorized_dag(
-            self, *, method: str, access_entity: object, details: DagDetails, user: object
-        ) -> bool:
-            asked = (method, access_entity, details.id, details.team_name)
-            return asked == ("PUT", DagAccessEntity.RUN, "mine", "blue")
+        def is_authorized_dag(self, *, method, access_entity, details, user):
+            request = (method, access_entity, details.id, details.team_name)
+            return request == ("PUT", DagAccessEntity.RUN, "mine", "blue")
 
     monkeypatch.setattr(access, "get_auth_manager", Manager)
     monkeypatch.setattr(DagModel, "get_team_name", {"mine": "blue"}.get)
@@ -232,14 +222,13 @@ def test_the_right_to_edit_is_asked_of_the_team_of_the_dag(
     assert not access.may_edit("other", user)
 
 
-def test_a_token_has_its_time(acting: Site) -> None:
-    old = time.time() - access.TOKEN_SECONDS
+def test_token_expires(acting):
+    now = time.time()
+    ages = [access.TOKEN_SECONDS - 60, access.TOKEN_SECONDS + 60, -60, 11 * 3600, 13 * 3600]
 
-    assert post(acting, "USER", token_for(acting, "USER", at=old + 60)) == 200
-    assert post(acting, "USER", token_for(acting, "USER", at=old - 60)) == 403
-    assert post(acting, "USER", token_for(acting, "USER", at=time.time() + 60)) == 403
-    assert post(acting, "USER", token_for(acting, "USER", at=time.time() - 11 * 3600)) == 200
-    assert post(acting, "USER", token_for(acting, "USER", at=time.time() - 13 * 3600)) == 403
+    answers = [post(acting, "USER", token_for(acting, "USER", at=now - age)) for age in ages]
+
+    assert answers == [200, 403, 403, 200, 403]
 
 
 @pytest.mark.parametrize(
@@ -255,19 +244,17 @@ def test_a_token_has_its_time(acting: Site) -> None:
         ({"origin": "http://["}, 403),
     ],
 )
-def test_a_request_of_another_site_is_refused_even_with_a_token(
-    acting: Site, headers: dict[str, str], status: int
-) -> None:
+def test_cross_site_request_is_refused_even_with_a_token(acting, headers, status):
     assert post(acting, "USER", token_for(acting, "USER"), **headers) == status
 
 
-def test_a_token_in_the_header_serves_too(acting: Site) -> None:
+def test_token_in_the_header_is_accepted(acting):
     header = {access.CSRF_HEADER: token_for(acting, "USER")}
 
     assert post(acting, "USER", None, **header) == 200
 
 
-def test_pages_say_what_browsers_may_do_with_them(site: Site) -> None:
+def test_pages_carry_security_headers(site):
     for path in (RUN, "/broadway/nothing", "/broadway/static/broadway.js"):
         headers = site.browser("VIEWER").get(path).headers
 
@@ -278,7 +265,7 @@ def test_pages_say_what_browsers_may_do_with_them(site: Site) -> None:
         assert headers["cache-control"] == "no-store"
 
 
-def test_only_a_static_file_of_this_release_is_kept_by_browsers(site: Site) -> None:
+def test_only_current_static_files_are_cached(site):
     browser = site.browser("VIEWER")
     file = "/broadway/static/broadway.js"
     now = version("broadway.js")
@@ -296,21 +283,14 @@ def test_only_a_static_file_of_this_release_is_kept_by_browsers(site: Site) -> N
     assert list(kept.values()) == [True, False, False, False]
 
 
-def test_a_link_is_one_of_http_or_none() -> None:
-    bad = (
-        "javascript:alert(1)",
-        "JavaScript:alert(1)",
-        "data:text/html,x",
-        "//evil",
-        "http://[",
-        "",
-    )
+def test_link_is_http_or_none():
+    bad = ("javascript:alert(1)", "JavaScript:alert(1)", "data:text/html,x", "//evil", "http://[")
 
     assert web("https://a/b?c") == "https://a/b?c"
-    assert [each for each in (*bad, None) if web(each)] == []
+    assert [address for address in (*bad, "", None) if web(address)] == []
 
 
-def test_a_staging_root_that_is_gone_is_said_in_a_sentence(site: Site) -> None:
+def test_missing_staging_root_is_explained(site):
     shutil.rmtree(site.staging)
 
     answer = site.browser("VIEWER").get(RUN)
@@ -323,7 +303,7 @@ def test_a_staging_root_that_is_gone_is_said_in_a_sentence(site: Site) -> None:
     assert "Traceback" not in answer.text
 
 
-def test_an_error_of_ours_is_a_page_without_a_trace(acting: Site) -> None:
+def test_internal_error_page_has_no_traceback(acting):
     answer = acting.browser("VIEWER").get("/broadway/dags/d/acting/broken")
 
     assert answer.status_code == 500
@@ -333,7 +313,7 @@ def test_an_error_of_ours_is_a_page_without_a_trace(acting: Site) -> None:
     assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
-def test_what_is_refused_is_said_escaped(acting: Site) -> None:
+def test_refusal_is_escaped(acting):
     answer = acting.browser("VIEWER").get("/broadway/dags/d/acting/refused")
 
     assert answer.status_code == 404

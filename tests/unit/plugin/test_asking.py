@@ -1,4 +1,4 @@
-"""Pages that ask a broker: no user waits for another's question, and no viewer is told of hosts."""
+"""Pages that query a broker: no user waits for another's request, and no viewer sees hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.reports import report_backlog
 from tests.unit.plugin.site import Site
-from tests.unit.plugin.test_dead_letters import PAGE, Command, command, letter, listed
+from tests.unit.plugin.test_dead_letters import PAGE, command, letter, listed
 
 __all__ = ["command"]
 
@@ -32,7 +32,7 @@ __all__ = ["command"]
 def answer_with(
     monkeypatch: pytest.MonkeyPatch, folder: Path, value: dict[str, Any], *, seconds: float = 0.0
 ) -> None:
-    """Have every child process print this after some seconds."""
+    """Makes every child process print this after some seconds."""
     (folder / "answer.json").write_text(json.dumps(value))
     path = str(folder / "answer.json")
     code = f"import time; time.sleep({seconds}); print(open({path!r}).read())"
@@ -42,9 +42,9 @@ def answer_with(
 
 @asynccontextmanager
 async def browsers(site: Site, *roles: str) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """A browser for a user of each role, in one event loop as in an API server."""
+    """Browsers for users of all roles, in one event loop as in an API server."""
     async with AsyncExitStack() as stack:
-        made = [
+        clients = [
             httpx.AsyncClient(
                 transport=httpx.ASGITransport(app=site.app),
                 base_url="http://airflow.test",
@@ -53,7 +53,7 @@ async def browsers(site: Site, *roles: str) -> AsyncIterator[list[httpx.AsyncCli
             )
             for role in roles
         ]
-        yield [await stack.enter_async_context(each) for each in made]
+        yield [await stack.enter_async_context(client) for client in clients]
 
 
 @pytest.mark.parametrize(
@@ -65,31 +65,27 @@ async def browsers(site: Site, *roles: str) -> AsyncIterator[list[httpx.AsyncCli
     ],
     ids=["an error of one word", "an error of secrets", "a list"],
 )
-def test_other_users_are_answered_while_a_long_answer_is_shown(
-    site: Site,
-    command: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    value: dict[str, Any],
-) -> None:
-    # Given a route of Airflow's own, and a viewer whose page has as much to show as it may have
+def test_other_users_are_served_while_a_long_answer_is_rendered(
+    site, command, tmp_path, monkeypatch, value
+):
+    # Given a route of Airflow's own, and a viewer whose page is as large as possible
     @site.app.get("/own")
-    def own() -> str:
+    def own():
         return "here"
 
     assert len(json.dumps(value)) < MOST_BYTES
     answer_with(monkeypatch, tmp_path, value)
 
-    async def scenario() -> tuple[httpx.Response, list[float]]:
+    async def scenario():
         async with browsers(site, "USER", "VIEWER") as [user, viewer]:
-            asked = asyncio.create_task(user.get(PAGE))
+            tasks = asyncio.create_task(user.get(PAGE))
             took = []
-            while not asked.done():
+            while not tasks.done():
                 began = time.monotonic()
                 assert (await viewer.get("/own")).json() == "here"
                 await asyncio.sleep(0.01)
                 took.append(time.monotonic() - began)
-            return asked.result(), took
+            return tasks.result(), took
 
     answer, took = asyncio.run(scenario())
 
@@ -98,30 +94,28 @@ def test_other_users_are_answered_while_a_long_answer_is_shown(
     assert max(took) < 1.5
 
 
-def test_many_requests_of_a_viewer_keep_no_admin_waiting(
-    site: Site, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_requests_of_a_viewer_do_not_delay_an_admin(site, command, tmp_path, monkeypatch):
     answer_with(monkeypatch, tmp_path, {"answer": listed(letter())}, seconds=0.4)
 
-    async def scenario() -> tuple[list[httpx.Response], int]:
+    async def scenario():
         async with browsers(site, "VIEWER", "ADMIN") as [viewer, admin]:
-            asked = [asyncio.create_task(viewer.get(f"{PAGE}?reason={n}")) for n in range(12)]
+            tasks = [asyncio.create_task(viewer.get(f"{PAGE}?reason={n}")) for n in range(12)]
             await asyncio.sleep(0.1)
             answer = await admin.get(f"{PAGE}?reason=admin")
-            before = sum(each.done() for each in asked)
-            return [answer, *await asyncio.gather(*asked)], before
+            before = sum(task.done() for task in tasks)
+            return [answer, *await asyncio.gather(*tasks)], before
 
     answers, before = asyncio.run(scenario())
 
-    assert [each.status_code for each in answers] == [200] * 13
+    assert [answer.status_code for answer in answers] == [200] * 13
     assert before <= 3
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["unused queue", "no file"])
-def test_a_viewer_is_told_neither_other_queues_nor_the_path_of_their_file(
-    site: Site, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
-    # Given a queue that nobody has used yet, in the file of another team
+def test_viewer_sees_neither_other_queues_nor_their_file(
+    site, command, tmp_path, monkeypatch, there
+):
+    # Given an unused queue, in the file of another team
     children = Children(timeout=120.0)
     monkeypatch.setattr(dead_letters, "CHILDREN", children)
     monkeypatch.setattr(pipelines, "DEPTHS", Depths(children))

@@ -1,4 +1,4 @@
-"""The pipelines that Dags declare are read from what Airflow has stored of them."""
+"""The pipelines that Dags declare are read from Airflow's stored Dags."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ ME = f"{__name__}:Orders"
 
 class Orders(Broadway):
     producer = SqliteProducer(queue="orders", path="/tmp/orders.db", concurrency=2)
-    batchers = {
-        "default": Batcher(engine="python"),
-        "late": Batcher(engine="python"),
-    }
+    batchers = {"default": Batcher(engine="python"), "late": Batcher(engine="python")}
 
     def handle_message(self, processor: str, message: Any, context: Any) -> Any:
         return message
@@ -42,32 +39,29 @@ def stored(dag: DAG) -> dict[str, Any]:
     return value
 
 
-def test_a_pipeline_is_known_with_its_topology() -> None:
+def test_pipeline_is_declared_with_its_topology():
     dag = Orders(context={"to": "{{ params.to }}"}).dag("orders", params={"to": "here"})
 
-    [found] = declared_in("orders", stored(dag))
+    [pipeline] = declared_in("orders", stored(dag))
 
-    assert (found.name, found.path, found.broker) == ("Orders", ME, "sqlite")
-    assert (found.producers, found.batchers) == (2, {"default": "python", "late": "python"})
-    assert found.staging is None
+    assert (pipeline.name, pipeline.path, pipeline.broker) == ("Orders", ME, "sqlite")
+    assert (pipeline.producers, pipeline.batchers) == (2, {"default": "python", "late": "python"})
+    assert pipeline.staging is None
 
 
-def test_each_pipeline_of_a_dag_is_one_and_a_task_without_a_group_too() -> None:
+def test_each_pipeline_of_a_dag_is_found():
     with DAG("shop", schedule=None) as dag:
         Orders(name="first").task_group("first", staging="file:///elsewhere")
         Orders(name="second").task_group("second")
         BroadwayRunOperator(task_id="third", pipeline=Orders(name="third"))
 
-    found = declared_in("shop", stored(dag))
+    pipelines = declared_in("shop", stored(dag))
 
-    assert {each.name: each.staging for each in found} == {
-        "first": "file:///elsewhere",
-        "second": None,
-        "third": None,
-    }
+    roots = {pipeline.name: pipeline.staging for pipeline in pipelines}
+    assert roots == {"first": "file:///elsewhere", "second": None, "third": None}
 
 
-def test_operators_of_ones_own_are_known_too() -> None:
+def test_own_operators_are_found():
     # Given subclasses of our operators in a module of somebody's, one of them mapped
     with DAG("shop", schedule=None) as dag:
         Pull(task_id="one", pipeline=Orders(name="first"), team="a")
@@ -79,9 +73,9 @@ def test_operators_of_ones_own_are_known_too() -> None:
         Ack(task_id="ack", pipeline=Orders(name="third"), watch=["one"])
         BroadwayBacklogSensor(task_id="look", pipeline=Orders(name="fourth"), min_messages=1)
 
-    found = declared_in("shop", stored(dag))
+    pipelines = declared_in("shop", stored(dag))
 
-    assert {(each.name, each.broker, each.staging) for each in found} == {
+    assert {(p.name, p.broker, p.staging) for p in pipelines} == {
         ("first", "sqlite", None),
         ("second", "sqlite", "file:///x"),
         ("Late", None, None),
@@ -95,16 +89,16 @@ def test_operators_of_ones_own_are_known_too() -> None:
         ({"class": "no_such_shop.orders:Late", "options": {"name": "later"}}, "later"),
     ],
 )
-def test_a_class_that_was_given_as_text_is_not_loaded(reference: Any, name: str) -> None:
+def test_class_declared_as_text_is_not_loaded(reference, name):
     with DAG("shop", schedule=None) as dag:
         BroadwayProcessorOperator(task_id="process", pipeline=reference)
 
-    [found] = declared_in("shop", stored(dag))
+    [pipeline] = declared_in("shop", stored(dag))
 
-    assert (found.name, found.broker, found.batchers) == (name, None, None)
+    assert (pipeline.name, pipeline.broker, pipeline.batchers) == (name, None, None)
 
 
-def test_a_dag_of_others_has_none_and_what_was_cut_is_passed_over() -> None:
+def test_foreign_dags_have_none_and_truncated_fields_are_skipped():
     other = {"__type": "operator", "__var": {"task_id": "a", "_task_module": "airflow.x"}}
     cut = {"task_id": "b", "_task_module": "airflow_broadway.operators.run", "pipeline": "{'cl…"}
 
@@ -114,12 +108,10 @@ def test_a_dag_of_others_has_none_and_what_was_cut_is_passed_over() -> None:
 # -- Airflow's database ----------------------------------------------------------------------------
 
 
-def test_a_dag_is_read_once_and_anew_when_it_has_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dag_is_read_once_until_it_changes(monkeypatch):
     read: list[str] = []
 
-    def counted(dag_id: str, dag: Any) -> list[reading.Declared]:
+    def counted(dag_id, dag):
         read.append(dag_id)
         return declared_in(dag_id, dag)
 
@@ -127,10 +119,10 @@ def test_a_dag_is_read_once_and_anew_when_it_has_changed(
     with stored_dags(Orders().dag("declared_a"), Orders(name="b").dag("declared_b")) as store:
         ours = {"declared_a", "declared_b"}
         for _ in range(2):
-            found = [(each.dag_id, each.name) for each in declared_pipelines(ours)]
-            assert found == [("declared_a", "Orders"), ("declared_b", "b")]
-        assert {each.dag_id for each in declared_pipelines()} >= ours
-        assert [each for each in read if each in ours] == ["declared_a", "declared_b"]
+            declared = [(pipeline.dag_id, pipeline.name) for pipeline in declared_pipelines(ours)]
+            assert declared == [("declared_a", "Orders"), ("declared_b", "b")]
+        assert {pipeline.dag_id for pipeline in declared_pipelines()} >= ours
+        assert [dag_id for dag_id in read if dag_id in ours] == ["declared_a", "declared_b"]
 
         store(Orders(name="other").dag("declared_a"), is_paused=True)
         [changed] = declared_pipelines({"declared_a"})

@@ -1,14 +1,13 @@
-"""The pipelines' page: what needs a look first, whose backlog is known, who may see what."""
+"""The pipelines' page: warnings first, backlogs, and the rights of users."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from airflow.api_fastapi.app import get_auth_manager
 
 from airflow_broadway import Batcher, Broadway
 from airflow_broadway.adapters.staging import open_store
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.plugin import depths, standings
 from airflow_broadway.plugin.children import Answer, ChildError
@@ -49,24 +49,23 @@ class FakeChildren:
     """Answers for brokers."""
 
     def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.error = ""
-        self.said: dict[str, Any] = {}
+        self.overrides: dict[str, Any] = {}
 
     async def ask(self, question: dict[str, Any]) -> Answer:
-        self.asked.append(question)
+        self.requests.append(question)
         if self.error:
             raise ChildError(self.error)
-        known = {"ready": 1234, "delayed": 0, "leased": 0, "dead": 7, "oldest_age": 90.0}
-        found = [
-            {"reference": each["key"], **known, "unknown": "", **self.said}
-            for each in question["queues"]
-        ]
-        return Answer(found, datetime.now(UTC))
+        depth: Any = {"ready": 1234, "delayed": 0, "leased": 0, "dead": 7, "oldest_age": 90.0}
+        depth |= {"unknown": "", **self.overrides}
+        queues = question["queues"]
+        answer = [{"reference": queue["key"], **depth} for queue in queues]
+        return Answer(answer, datetime.now(UTC))
 
 
 @pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> FakeChildren:
+def children(monkeypatch):
     fake = FakeChildren()
     monkeypatch.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "True")
     monkeypatch.setattr(pipelines, "DEPTHS", depths.Depths(fake))  # type: ignore[arg-type]
@@ -80,12 +79,12 @@ class World:
         self.site = site
         self._dags = stack.enter_context(stored_dags())
 
-    def dag(self, dag_id: str, runs: Mapping[str, str] | None = None, **given: Any) -> None:
-        dag = Orders(**given.pop("options", {})).dag(dag_id, **given)
+    def dag(self, dag_id: str, runs: Mapping[str, str] | None = None, **arguments: Any) -> None:
+        dag = Orders(**arguments.pop("options", {})).dag(dag_id, **arguments)
         self._dags(dag)
         add_runs(dag_id, runs or {})
 
-    def report(self, dag_id: str, run_id: str, *, root: str = "", **given: Any) -> None:
+    def report(self, dag_id: str, run_id: str, *, root: str = "", **fields: Any) -> None:
         began = (NOW - timedelta(minutes=2)).isoformat()
         report = {
             "totals": {"received": 60, "acked": 57, "dead_lettered": 3, "failed": 3, "lapsed": 0}
@@ -93,14 +92,14 @@ class World:
             "generations": [{"started_at": began, "received": 60, "waited": 42.0}],
             "balanced": True,
             "at": NOW.isoformat(),
-            **given,
+            **fields,
         }
         store = open_store(root or self.site.staging.as_uri())
         run = StagedRun(store, pipeline="Orders", dag_id=dag_id, run_id=run_id)
         run.files.replace("report.json", json.dumps(report))
 
     def backlog(self, dag_id: str, *, root: str = "", at: datetime = NOW, **depth: Any) -> None:
-        """What the last run of a pipeline reported of its queue."""
+        """The report of a pipeline's last run on its queue."""
         counts = {"ready": 5, "delayed": 0, "leased": 0, "dead": 2, "oldest_age": 60.0, **depth}
         store = open_store(root or self.site.staging.as_uri())
         queues = WatchedQueues("Orders", [Orders.producer])
@@ -117,17 +116,16 @@ class World:
 
 
 @pytest.fixture
-def world(site: Site, children: FakeChildren, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    # Other tests' Dags are none of ours.
+def world(site, children, monkeypatch):
     with ExitStack() as stack:
         yield World(site, stack)
 
 
-# -- who may see what ------------------------------------------------------------------------------
+# -- rights ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/broadway/", "/broadway/pipelines"])
-def test_anonymous_sees_no_pipeline(world: World, path: str) -> None:
+def test_anonymous_sees_no_pipeline(world, path):
     world.dag("secret_dag")
 
     answer = world.site.browser().get(path)
@@ -137,18 +135,14 @@ def test_anonymous_sees_no_pipeline(world: World, path: str) -> None:
 
 
 @pytest.mark.parametrize("right", ["dags", "runs"])
-def test_a_dag_that_the_user_may_not_see_is_not_there_and_not_asked_for(
-    world: World, children: FakeChildren, monkeypatch: pytest.MonkeyPatch, right: str
-) -> None:
+def test_unreadable_dag_is_hidden_and_not_queried(world, children, monkeypatch, right):
     world.dag("seen_dag", {"r1": "success"})
     world.dag("secret_dag", {"r1": "success"})
     manager = type(get_auth_manager())
     if right == "dags":
-        given = manager.get_authorized_dag_ids
+        dag_ids = manager.get_authorized_dag_ids
         monkeypatch.setattr(
-            manager,
-            "get_authorized_dag_ids",
-            lambda self, **given_: given(self, **given_) - {"secret_dag"},
+            manager, "get_authorized_dag_ids", lambda *a, **kw: dag_ids(*a, **kw) - {"secret_dag"}
         )
     else:
         allowed = manager.is_authorized_dag
@@ -167,12 +161,10 @@ def test_a_dag_that_the_user_may_not_see_is_not_there_and_not_asked_for(
     assert "seen_dag" in world.page()
 
 
-# -- what is shown ---------------------------------------------------------------------------------
+# -- content ---------------------------------------------------------------------------------------
 
 
-def test_a_pipeline_is_shown_with_its_way_its_runs_and_its_charts(
-    world: World, children: FakeChildren
-) -> None:
+def test_pipeline_is_shown_with_stages_runs_and_charts(world, children):
     world.dag("shop", {"r1": "success", "r2": "success", "r3": "running"})
     world.report("shop", "r1")
     world.report("shop", "r2", generations=[])
@@ -188,10 +180,10 @@ def test_a_pipeline_is_shown_with_its_way_its_runs_and_its_charts(
         ' 30, not known of 1."' in text
     )
     assert "<title>r1: 42 s</title>" in text
-    assert children.asked == []  # only once the page is shown
+    assert children.requests == []  # only once the page is shown
 
 
-def test_a_dag_that_never_ran_has_its_pipelines_too(world: World) -> None:
+def test_dag_without_runs_shows_its_pipelines(world):
     world.dag("unborn")
 
     text = world.page()
@@ -200,9 +192,7 @@ def test_a_dag_that_never_ran_has_its_pipelines_too(world: World) -> None:
     assert "<svg" not in text
 
 
-def test_the_brokers_are_asked_in_one_child_once_the_page_is_shown(
-    world: World, children: FakeChildren
-) -> None:
+def test_brokers_are_queried_in_one_child_after_the_page(world, children):
     world.dag("shop_a")
     world.dag("shop_b")
     world.dag("unborn")
@@ -219,16 +209,14 @@ def test_the_brokers_are_asked_in_one_child_once_the_page_is_shown(
     assert text.count("1\N{NARROW NO-BREAK SPACE}234") == 2
     assert "1 min 30 s" in text
     assert 'href="/broadway/dags/shop_a/pipelines/Orders/dead-letters"' in text
-    [asked] = children.asked
-    assert (asked["ask"], asked["seconds"], len(asked["queues"])) == ("depth", 15.0, 2)
-    # It is remembered for the next page, and can be asked for without a script.
+    [request] = children.requests
+    assert (request["ask"], request["seconds"], len(request["queues"])) == ("depth", 15.0, 2)
+    # It is kept for the next page, and works without a script.
     assert "reported by run r1" not in world.page()
     assert "1\N{NARROW NO-BREAK SPACE}234" in world.page("/broadway/?ask=true")
 
 
-def test_what_was_reported_stands_with_its_time_and_no_broker_is_asked_by_default(
-    world: World, children: FakeChildren, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_is_shown_with_its_time_and_no_broker_is_queried(world, children, monkeypatch):
     monkeypatch.delenv("AIRFLOW__BROADWAY__ASK_BROKERS")
     world.dag("shop")
     at = datetime(2026, 1, 31, 12, 30, tzinfo=UTC)
@@ -243,10 +231,10 @@ def test_what_was_reported_stands_with_its_time_and_no_broker_is_asked_by_defaul
         assert "150 dead letters lie at the broker (as of 2026-01-31 12:30 UTC)." in text
         assert "had waited for 2.0 h (as of 2026-01-31 12:30 UTC)." in text
         assert "aria-busy" not in text
-    assert children.asked == []
+    assert children.requests == []
 
 
-def test_a_damaged_report_of_one_pipeline_hides_no_other(world: World) -> None:
+def test_damaged_report_hides_no_other_pipeline(world):
     world.dag("damaged")
     world.dag("whole")
     world.backlog("damaged")
@@ -261,13 +249,9 @@ def test_a_damaged_report_of_one_pipeline_hides_no_other(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "shown"),
+    ("error", "overrides", "text"),
     [
-        (
-            "the broker did not answer",
-            {},
-            "unknown: the broker did not",
-        ),
+        ("the broker did not answer", {}, "unknown: the broker did not"),
         (
             "",
             {"ready": None, "dead": None, "unknown": "no module <shop>"},
@@ -276,27 +260,23 @@ def test_a_damaged_report_of_one_pipeline_hides_no_other(world: World) -> None:
         ("", {"oldest_age": None}, "unknown: not reported by the broker"),
     ],
 )
-def test_what_nobody_knows_is_unknown_with_the_reason_and_never_0(
-    world: World, children: FakeChildren, error: str, said: dict[str, Any], shown: str
-) -> None:
+def test_unknown_figures_have_a_reason_and_are_never_zero(world, children, error, overrides, text):
     world.dag("shop")
     world.backlog("shop")
-    children.error, children.said = error, said
+    children.error, children.overrides = error, overrides
 
-    text = world.page("/broadway/pipelines", "USER")
+    page = world.page("/broadway/pipelines", "USER")
 
-    assert shown in text
-    assert not re.search(r"<dt>(Waiting|Oldest|Dead)</dt><dd>(<a[^>]*>)?0", text)
+    assert text in page
+    assert not re.search(r"<dt>(Waiting|Oldest|Dead)</dt><dd>(<a[^>]*>)?0", page)
     # The reason may name hosts and files
-    if error or "unknown" in said:
-        text = world.page("/broadway/pipelines", "VIEWER")
-        assert shown not in text
-        assert "unknown: those who may edit the runs of this Dag see why" in text
+    if error or "unknown" in overrides:
+        page = world.page("/broadway/pipelines", "VIEWER")
+        assert text not in page
+        assert "unknown: those who may edit the runs of this Dag see why" in page
 
 
-def test_a_reported_figure_stands_where_the_options_are_withheld_from_the_api_server(
-    world: World, children: FakeChildren
-) -> None:
+def test_reported_figure_is_shown_where_options_are_withheld(world, children):
     world.dag("shop")
     world.backlog("shop", ready=4321)
     [file] = (world.site.staging / "Orders" / "shop").glob("_*.json")
@@ -307,12 +287,10 @@ def test_a_reported_figure_stands_where_the_options_are_withheld_from_the_api_se
 
     assert "4\N{NARROW NO-BREAK SPACE}321" in text
     assert "reported by run r1" in text
-    assert children.asked == []
+    assert children.requests == []
 
 
-def test_a_pipeline_with_a_root_of_its_own_is_read_and_asked_there(
-    world: World, children: FakeChildren, tmp_path: Path
-) -> None:
+def test_pipeline_with_its_own_root_is_read_there(world, children, tmp_path):
     (tmp_path / "own").mkdir()
     own = (tmp_path / "own").as_uri()
     world.dag("own", {"r1": "success"}, staging=own)
@@ -325,16 +303,14 @@ def test_a_pipeline_with_a_root_of_its_own_is_read_and_asked_there(
 
     assert text.count("<svg") == 4
     assert text.count("Its staging root is a template") == 1
-    [asked] = children.asked
-    assert [each["staging"] for each in asked["queues"]] == [own]
+    [request] = children.requests
+    assert [queue["staging"] for queue in request["queues"]] == [own]
 
 
 # -- the order -------------------------------------------------------------------------------------
 
 
-def test_what_needs_a_look_comes_first_with_the_reason(
-    world: World, children: FakeChildren
-) -> None:
+def test_pipelines_needing_attention_come_first_with_the_reason(world, children):
     world.dag("a_fine", {"r1": "success"})
     world.report("a_fine", "r1")
     world.dag("b_idle")
@@ -348,36 +324,26 @@ def test_what_needs_a_look_comes_first_with_the_reason(
     world.report("f_unbalanced", "r1", balanced=False)
     world.report("f_unbalanced", "r2")
 
-    assert world.order() == [
-        "e_failed",
-        "f_unbalanced",
-        "d_many_dead",
-        "c_busy",
-        "a_fine",
-        "b_idle",
-    ]
+    order = ["e_failed", "f_unbalanced", "d_many_dead", "c_busy", "a_fine", "b_idle"]
+    assert world.order() == order
     text = world.page()
     assert "The last run failed, and was not accounted for." in text
     assert "The run r1 does not balance." in text
     assert "150 messages of the last run became dead letters." in text
 
-    # And by what the brokers say, also the next time
+    # And by the depths that brokers report, also the next time
     world.backlog("a_fine")
-    children.said = {"oldest_age": 7_200.0}
-    assert "The oldest message had waited for 2.0 h (as of" in world.page(
-        "/broadway/pipelines?q=a_fine"
-    )
-    children.said = {}
+    children.overrides = {"oldest_age": 7_200.0}
+    text = world.page("/broadway/pipelines?q=a_fine")
+    assert "The oldest message had waited for 2.0 h (as of" in text
+    children.overrides = {}
     assert world.order().index("a_fine") < world.order().index("c_busy")
 
 
-def test_a_dry_run_is_marked_and_hides_nothing_of_the_runs_before_it(world: World) -> None:
+def test_dry_run_is_marked_and_hides_no_earlier_run(world):
     empty = dict.fromkeys(("received", "acked", "dead_lettered", "failed", "lapsed"), 0)
-    dry: dict[str, Any] = {
-        "totals": {**empty, "settle_failed": 0},
-        "generations": [],
-        "look": {"messages": 5},
-    }
+    totals = {**empty, "settle_failed": 0}
+    dry: dict[str, Any] = {"totals": totals, "generations": [], "look": {"messages": 5}}
     world.dag("shop", {"r1": "failed", "r2": "success"})
     world.report("shop", "r1")
     world.report("shop", "r2", **dry)
@@ -393,16 +359,19 @@ def test_a_dry_run_is_marked_and_hides_nothing_of_the_runs_before_it(world: Worl
     assert "<svg" not in world.page("/broadway/?q=only_dry")
 
 
-def test_a_damaged_file_of_one_pipeline_hides_no_other(world: World, tmp_path: Path) -> None:
+def test_damaged_file_hides_no_other_pipeline(world, tmp_path):
     world.dag("damaged", {"r1": "running"})
     world.dag("whole", {"r1": "success"})
     world.report("whole", "r1")
-    run = StagedRun(
-        open_store(world.site.staging.as_uri()), pipeline="Orders", dag_id="damaged", run_id="r1"
-    )
+    store = open_store(world.site.staging.as_uri())
+    run = StagedRun(store, pipeline="Orders", dag_id="damaged", run_id="r1")
     path = tmp_path / "queue.db"
     SqliteQueue(path, "orders").create()
-    lease = SqliteProducer(queue="orders", path=str(path)).source(_env()).lease
+    lease = (
+        SqliteProducer(queue="orders", path=str(path))
+        .source(ProducerEnv(generation="0" * 32))
+        .lease
+    )
     record = run.open_generation(task_id="t", map_index=0, try_number=1, lease=lease)
     run.files.replace(f"{record.generation}/manifest.json", "nonsense")
 
@@ -412,13 +381,7 @@ def test_a_damaged_file_of_one_pipeline_hides_no_other(world: World, tmp_path: P
     assert "manifest.json is damaged" in text
 
 
-def _env() -> Any:
-    from airflow_broadway.core.custody.producer import ProducerEnv
-
-    return ProducerEnv(generation="0" * 32)
-
-
-def test_before_the_first_run_nothing_is_missing(world: World) -> None:
+def test_before_the_first_run_nothing_is_missing(world):
     world.dag("shop")
     world.site.staging.rmdir()
 
@@ -429,7 +392,7 @@ def test_before_the_first_run_nothing_is_missing(world: World) -> None:
     assert "is-warn" not in text
 
 
-def test_a_chart_says_what_it_reaches_to(world: World) -> None:
+def test_chart_is_labelled_with_its_range(world):
     world.dag("shop", {"r1": "success", "r2": "success"})
     world.report("shop", "r1")
     world.report("shop", "r2")
@@ -439,7 +402,7 @@ def test_a_chart_says_what_it_reaches_to(world: World) -> None:
     assert "0 to 42 s  newest at the right" in text
 
 
-def test_a_staging_root_that_is_gone_is_a_sentence(world: World) -> None:
+def test_missing_staging_root_is_explained(world):
     world.dag("shop", {"r1": "success"})
     world.site.staging.rmdir()
 
@@ -455,14 +418,12 @@ def test_a_staging_root_that_is_gone_is_a_sentence(world: World) -> None:
 # -- many ------------------------------------------------------------------------------------------
 
 
-def test_two_hundred_dags_with_a_thousand_runs_each_cost_some_reads_each(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Two hundred Dags, of which Airflow's database has the newest runs only for those asked for
+def test_many_dags_and_runs_cost_a_bounded_number_of_reads(world, monkeypatch):
+    # Two hundred Dags; the newest runs are read only for the Dags of the page
     declared = [Declared(dag_id=f"dag_{n:03}", name="Orders", path="a:B") for n in range(200)]
     wanted: list[int] = []
 
-    def latest(dag_ids: Any, most: int) -> dict[str, list[Any]]:
+    def latest(dag_ids, most):
         wanted.append(len(dag_ids) * most)
         newest = [LatestRun(f"run_{n}", "success") for n in range(1_000, 1_000 - most, -1)]
         return dict.fromkeys(dag_ids, newest)
@@ -481,38 +442,35 @@ def test_two_hundred_dags_with_a_thousand_runs_each_cost_some_reads_each(
     assert len(lists) == 200
 
 
-def test_only_the_brokers_of_the_pipelines_shown_are_asked(
-    world: World, children: FakeChildren, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    declared = [
-        Declared(dag_id=f"dag_{n:03}", name="Orders", path="a:B") for n in range(2 * PER_PAGE + 5)
-    ]
-    for each in declared:
-        world.backlog(each.dag_id)
+def test_only_brokers_of_shown_pipelines_are_queried(world, children, monkeypatch):
+    dag_ids = [f"dag_{n:03}" for n in range(2 * PER_PAGE + 5)]
+    declared = [Declared(dag_id=dag_id, name="Orders", path="a:B") for dag_id in dag_ids]
+    for dag_id in dag_ids:
+        world.backlog(dag_id)
     monkeypatch.setattr(pipelines, "declared_pipelines", lambda: declared)
     monkeypatch.setattr(pipelines, "readable_dags", lambda _, dag_ids: set(dag_ids))
 
     world.page("/broadway/pipelines?page=2")
     world.page("/broadway/?ask=true&q=dag_003")
 
-    assert [len(each["queues"]) for each in children.asked] == [PER_PAGE, 1]
+    assert [len(request["queues"]) for request in children.requests] == [PER_PAGE, 1]
 
 
-def test_what_a_broker_said_counts_for_a_minute(children: FakeChildren) -> None:
+def test_depth_is_cached_for_a_minute(children):
     clock = ManualClock(datetime.now(UTC))
-    made = depths.Depths(children, clock)  # type: ignore[arg-type]
+    cache = depths.Depths(children, clock)
     key = PipelineKey("Orders", "d")
     report = BacklogReport(at=NOW, by="run r", depth=None, queues="{}")
 
-    asyncio.run(made.ask([(None, key, report)]))
+    asyncio.run(cache.ask([(None, key, report)]))
 
     clock.advance(50.0)
-    assert made.recall(None, key) is not None
+    assert cache.recall(None, key) is not None
     clock.advance(20.0)
-    assert made.recall(None, key) is None
+    assert cache.recall(None, key) is None
 
 
-def test_pages_and_names_that_are_nowhere_are_pages(world: World) -> None:
+def test_unknown_pages_and_names_are_pages(world):
     world.dag("shop")
 
     assert world.order("/broadway/?page=99") == ["shop"]

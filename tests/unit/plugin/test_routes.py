@@ -1,10 +1,10 @@
-"""Every route there is: who gets in, what hostile addresses come to, and that none leads away."""
+"""Every route: access, hostile addresses, and no redirect elsewhere."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import pytest
@@ -13,12 +13,11 @@ from fastapi.routing import APIRoute
 from starlette.routing import Mount
 
 from airflow_broadway.plugin.app import create_app
-from tests.unit.plugin.site import Site
-from tests.unit.plugin.test_dead_letters import Command, command, letter, listed, runs
+from tests.unit.plugin.test_dead_letters import command, letter, listed, runs
 
 __all__ = ["command"]
 
-#: Of what a viewer may read, these routes tell more: a payload.
+#: Routes that show a payload, which a viewer may not read.
 PAYLOADS = {"/dags/{dag_id}/pipelines/{pipeline}/dead-letters/{message_id:path}"}
 
 #: Ids as an attacker would have them.
@@ -42,7 +41,7 @@ HOSTILE = (
 
 
 class Request(NamedTuple):
-    """A method, and a path with each of its ids in braces."""
+    """A method, and a path with its ids in braces."""
 
     method: str
     path: str
@@ -50,10 +49,8 @@ class Request(NamedTuple):
     def of(self, **ids: str | bytes) -> str:
         """Its address, for these ids; any other is ``1``."""
         names = re.findall(r"{(\w+)(?::path)?}", self.path)
-        found = self.path.replace(":path}", "}")
-        return "/broadway" + found.format(
-            **{name: quote(ids.get(name, "1"), safe="") for name in names}
-        )
+        quoted = {name: quote(ids.get(name, "1"), safe="") for name in names}
+        return "/broadway" + self.path.replace(":path}", "}").format(**quoted)
 
 
 def requests() -> Iterator[Request]:
@@ -70,14 +67,14 @@ def named(request: Request) -> str:
     return f"{request.method} {request.path}"
 
 
-def test_there_is_nothing_but_guarded_routes_and_static_files() -> None:
-    others = [each for each in create_app().routes if not isinstance(each, APIRoute)]
+def test_all_routes_are_guarded_or_static():
+    others = [route for route in create_app().routes if not isinstance(route, APIRoute)]
 
-    assert [(type(each), getattr(each, "path", "")) for each in others] == [(Mount, "/static")]
+    assert [(type(other), getattr(other, "path", "")) for other in others] == [(Mount, "/static")]
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=named)
-def test_nobody_gets_anywhere_without_being_logged_in(site: Site, request_: Request) -> None:
+def test_no_route_works_without_login(site, request_):
     answer = site.browser().request(request_.method, request_.of())
 
     assert answer.status_code == 401
@@ -85,8 +82,8 @@ def test_nobody_gets_anywhere_without_being_logged_in(site: Site, request_: Requ
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=named)
-def test_a_viewer_reads_and_no_more(site: Site, command: Command, request_: Request) -> None:
-    # Given a request of the page's own, with the token that the viewer was given
+def test_viewer_may_only_read(site, command, request_):
+    # Given a request of the page, with the viewer's token
     command.answers["list"] = listed(letter())
     browser = site.browser("VIEWER")
     ids = {"dag_id": "letters_unit", "pipeline": "Orders"}
@@ -104,16 +101,14 @@ def test_a_viewer_reads_and_no_more(site: Site, command: Command, request_: Requ
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=named)
-def test_of_a_dag_that_a_user_may_not_read_nothing_is_told(
-    site: Site, command: Command, request_: Request, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given somebody who may do everything, but not with this Dag
-    asked = SimpleAuthManager.is_authorized_dag
+def test_unreadable_dag_reveals_nothing(site, command, request_, monkeypatch):
+    # Given a user with all rights but those on this Dag
+    allowed = SimpleAuthManager.is_authorized_dag
 
-    def not_this(self: SimpleAuthManager, *, details: Any = None, **others: Any) -> bool:
+    def not_this(self, *, details=None, **others):
         if details is not None and details.id == "letters_unit":
             return False
-        return asked(self, details=details, **others)
+        return allowed(self, details=details, **others)
 
     monkeypatch.setattr(SimpleAuthManager, "is_authorized_dag", not_this)
     browser = site.browser("ADMIN")
@@ -123,14 +118,12 @@ def test_of_a_dag_that_a_user_may_not_read_nothing_is_told(
 
     if "{dag_id}" in request_.path:
         assert answer.status_code == 403
-        assert command.asked == []
+        assert command.requests == []
     assert "Orders" not in answer.text
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=named)
-def test_hostile_ids_are_no_path_no_markup_no_header_and_no_way_out(
-    site: Site, command: Command, request_: Request
-) -> None:
+def test_hostile_ids_are_no_path_markup_header_or_link(site, command, request_):
     command.answers |= {"show": letter(body="{}"), "list": listed(letter())}
     browser = site.browser("USER", follow_redirects=False)
     for hostile in HOSTILE:
@@ -154,26 +147,16 @@ def test_hostile_ids_are_no_path_no_markup_no_header_and_no_way_out(
 
 @pytest.mark.parametrize("action", ["requeue", "delete"])
 @pytest.mark.parametrize("confirmed", ["yes", ""])
-def test_nobody_is_sent_where_a_form_says(
-    site: Site, command: Command, action: str, confirmed: str
-) -> None:
-    command.answers |= {each: {"requeued": 1, "deleted": 1} for each in ("requeue", "delete")}
-    for moved in command.answers.values():
-        moved |= {"unknown": [], "refused": {}}
-    command.answers["list"] = listed(letter())
+def test_form_fields_redirect_nowhere(site, command, action, confirmed):
+    moved = {"requeued": 1, "deleted": 1, "unknown": [], "refused": {}}
+    command.answers |= {"requeue": moved, "delete": moved, "list": listed(letter())}
     page = "/broadway/dags/letters_unit/pipelines/Orders/dead-letters"
     away = "https://evil.example/"
 
     browser = site.browser("USER", follow_redirects=False)
     browser.headers["referer"] = away
-    answer = browser.form(
-        page,
-        f"{page}/{action}?next={away}&to={away}",
-        scope="all",
-        confirmed=confirmed,
-        next=away,
-        redirect=away,
-    )
+    fields = {"scope": "all", "confirmed": confirmed, "next": away, "redirect": away}
+    answer = browser.form(page, f"{page}/{action}?next={away}&to={away}", **fields)
 
     assert answer.status_code == 200
     assert "location" not in answer.headers
@@ -181,7 +164,7 @@ def test_nobody_is_sent_where_a_form_says(
     assert len(runs()) == (1 if confirmed else 0)
 
 
-def test_the_page_for_who_is_not_logged_in_leads_back_here_and_nowhere_else(site: Site) -> None:
+def test_login_link_leads_back_here_only(site):
     answer = site.browser().get("/broadway/?next=https://evil.example/")
 
     [login] = re.findall(r'class="button" href="([^"]*)"', answer.text)

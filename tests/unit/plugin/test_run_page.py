@@ -1,4 +1,4 @@
-"""A run's page: what it shows of runs that go on, that are settled, that died."""
+"""A run's page: active, settled and dead runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from airflow.models.log import Log
@@ -17,7 +17,7 @@ from airflow.utils.session import create_session
 from sqlalchemy import delete, select
 from sqlalchemy.exc import OperationalError
 
-from airflow_broadway.core.formats.layout import VERSION
+from airflow_broadway.core.formats.live import LiveCounts
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.stages.receiving import Budget
@@ -26,6 +26,7 @@ from airflow_broadway.plugin.declared import Instance, Link, PipelineTasks, RunT
 from airflow_broadway.plugin.pages import message as message_page
 from airflow_broadway.plugin.pages import run as run_page
 from airflow_broadway.runs.sources.dry_run import DryRun
+from airflow_broadway.staging.run_folder import StagedRun
 from tests.unit.plugin.site import Site
 from tests.unit.runs.steps import PlainSums, Point, Run, dies
 
@@ -45,51 +46,44 @@ def shown(site: Site, path: str = PAGE, role: str = "VIEWER") -> str:
 
 
 @pytest.fixture
-def run(site: Site) -> Run:
+def run(site):
     """A run whose files are in the staging root of the site."""
-    made = Run(site.staging.parent)
-    made.send(range(100))
-    return made
+    return Run(site.staging.parent, numbers=range(100))
+
+
+@pytest.fixture
+def settled(run):
+    """The same, settled."""
+    run.all()
+    return run
 
 
 def airflow(
     monkeypatch: pytest.MonkeyPatch, state: str | None, **states: str | list[str]
 ) -> RunTasks:
-    """Have Airflow know the run, and its tasks in these states."""
+    """Makes Airflow know the run, and its tasks in these states."""
     kinds = {"process": "process", "batch_default": "batch", "handle": "spark", "ack": "ack"}
     tasks = []
-    for name, given in states.items():
-        listed = [given] if isinstance(given, str) else given
-        tasks.append(
-            StageTask(
-                task_id=name.replace("_", "."),
-                kind=kinds.get(name, "run"),
-                downstream=frozenset({"ack", "handle"}),
-                instances=[
-                    Instance(
-                        map_index=index if name == "process" else -1,
-                        state=each,
-                        try_number=1,
-                        started_at=None,
-                        ended_at=None,
-                    )
-                    for index, each in enumerate(listed)
-                ],
-            )
-        )
-    about = {"broker": "sqlite", "batchers": {"default": "python"}}
-    reference = {"class": "m:Sums", "about": about}
-    pipeline = PipelineTasks.of("d", {"pipeline": reference, "staging": None}, tasks=tasks)
+    for name, task_states in states.items():
+        task_states = [task_states] if isinstance(task_states, str) else task_states
+        fields: dict[str, Any] = {"try_number": 1, "started_at": None, "ended_at": None}
+        instances = [
+            Instance(map_index=index if name == "process" else -1, state=state, **fields)
+            for index, state in enumerate(task_states)
+        ]
+        names: Any = {"task_id": name.replace("_", "."), "kind": kinds.get(name, "run")}
+        downstream = frozenset({"ack", "handle"})
+        tasks.append(StageTask(**names, downstream=downstream, instances=instances))
+    pipeline = PipelineTasks(
+        name="Sums", broker="sqlite", batchers={"default": "python"}, staging=None, tasks=tasks
+    )
     known = RunTasks(state=state, pipelines=[pipeline] if tasks else [])
     for module in (run_page, message_page):
         monkeypatch.setattr(module, "tasks_of_run", lambda dag_id, run_id: known)
     return known
 
 
-def test_a_settled_run_shows_its_sum_its_reasons_and_that_it_balances(site: Site, run: Run) -> None:
-    run.batch(run.process())
-    run.ack()
-
+def test_settled_run_shows_totals_reasons_and_balance(site, settled):
     text = shown(site)
 
     assert "100 received = equals 68 acked + 32 dead-lettered balanced" in text
@@ -99,9 +93,7 @@ def test_a_settled_run_shows_its_sum_its_reasons_and_that_it_balances(site: Site
     assert "not settled" not in text
 
 
-def test_a_run_that_goes_on_follows_itself_and_says_what_is_held(
-    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_active_run_refreshes_and_shows_leases(site, run, monkeypatch):
     airflow(monkeypatch, "running", process=["success"], batch_default="running", ack="deferred")
     run.process()
 
@@ -115,9 +107,7 @@ def test_a_run_that_goes_on_follows_itself_and_says_what_is_held(
     assert '<noscript><meta http-equiv="refresh"' in answer.text
 
 
-def test_the_part_that_is_fetched_anew_is_no_whole_page_and_ends_with_the_run(
-    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_part_is_a_fragment_and_ends_with_the_run(site, run, monkeypatch):
     run.batch(run.process())
     airflow(monkeypatch, "running", process=["success"], batch_default="success")
 
@@ -133,9 +123,7 @@ def test_the_part_that_is_fetched_anew_is_no_whole_page_and_ends_with_the_run(
     assert "balanced" in over.text
 
 
-def test_a_run_that_has_begun_nothing_is_drawn_by_its_tasks(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_without_generations_is_drawn_by_its_tasks(site, monkeypatch):
     airflow(monkeypatch, "running", process=["none"], batch_default="none", ack="running")
 
     text = shown(site)
@@ -146,28 +134,16 @@ def test_a_run_that_has_begun_nothing_is_drawn_by_its_tasks(
     assert "batch.default not begun" in text
 
 
-def test_a_run_of_a_dag_without_pipelines_says_so(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dag_without_pipelines_says_so(site, monkeypatch):
     airflow(monkeypatch, "success")
 
     assert "This Dag run has no pipeline of Broadway's." in shown(site)
 
 
-def test_a_dry_run_shows_what_it_found_and_no_sum(
-    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_run_shows_its_findings_and_no_totals(site, run, monkeypatch):
     airflow(monkeypatch, "success", process=["success"], batch_default="skipped", ack="success")
-    look = DryRun(
-        run.staged,
-        run.pipeline,
-        run.task(),
-        run.ports,
-        index=0,
-        budget=Budget(max_messages=30),
-        source=RunSource(),
-    )
-    look.run(report=True)
+    options: Any = {"index": 0, "budget": Budget(max_messages=30), "source": RunSource()}
+    DryRun(run.staged, run.pipeline, run.task(), run.ports, **options).run(report=True)
 
     text = shown(site)
 
@@ -180,20 +156,17 @@ def test_a_dry_run_shows_what_it_found_and_no_sum(
 
 
 @pytest.mark.parametrize("below", ["", "/live", "/message", "/message?q=m-1", "/report"])
-def test_a_run_that_nobody_knows_is_404_in_a_sentence(site: Site, run: Run, below: str) -> None:
+def test_unknown_run_is_404(site, run, below):
     run.process()
 
     answer = site.browser("VIEWER").get(f"/broadway/dags/sums/runs/manual__2{below}")
 
     assert answer.status_code == 404
-    assert "Neither Airflow nor the staging folder has a run manual__2 of the Dag sums." in text_of(
-        answer.text
-    )
+    text = "Neither Airflow nor the staging folder has a run manual__2 of the Dag sums."
+    assert text in text_of(answer.text)
 
 
-def test_a_run_that_airflow_alone_knows_is_an_empty_page_that_says_so(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_without_files_is_explained(site, monkeypatch):
     airflow(monkeypatch, "success", process=["success"], batch_default="skipped", ack="success")
 
     text = shown(site)
@@ -201,9 +174,7 @@ def test_a_run_that_airflow_alone_knows_is_an_empty_page_that_says_so(
     assert "It received nothing, or its files were deleted" in text
 
 
-def test_a_task_that_died_before_it_published_is_said_so(
-    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_task_that_died_before_publishing_is_marked(site, run, monkeypatch):
     dies(run.process, BEFORE_PUBLISHING)
     airflow(monkeypatch, "failed", process=["failed"], batch_default="upstream_failed")
 
@@ -216,24 +187,16 @@ def test_a_task_that_died_before_it_published_is_said_so(
 
 
 def counts(run: Run, *, received: int, failed: int, staged: int) -> None:
-    """Write what a task counts while it receives."""
+    """Write the counts of a task that receives."""
     [record] = run.staged.generations()
     now = datetime.now(UTC)
-    live = {
-        "at": now.isoformat(),
-        "received": received,
-        "received_bytes": 9 * received,
-        "failed": failed,
-        "batchers": {"default": staged},
-        "deadline": (now + timedelta(minutes=30)).isoformat(),
-        "version": VERSION,
-    }
-    run.staged.files.replace(f"{record.generation}/live.json", json.dumps(live))
+    counts: dict[str, Any] = {"received": received, "received_bytes": 9 * received}
+    counts |= {"failed": failed, "batchers": {"default": staged}}
+    live = LiveCounts(at=now, deadline=now + timedelta(minutes=30), **counts)
+    run.staged.files.replace(f"{record.generation}/live.json", live.dumps())
 
 
-def test_what_a_task_received_so_far_is_shown_before_it_publishes(
-    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_counts_are_shown_before_publishing(site, run, monkeypatch):
     dies(run.process, BEFORE_PUBLISHING)
     counts(run, received=4200, failed=7, staged=4000)
     airflow(monkeypatch, "running", process=["running"], batch_default="none", ack="deferred")
@@ -245,7 +208,7 @@ def test_what_a_task_received_so_far_is_shown_before_it_publishes(
     assert re.search(r"(29 min 5\d|30 min 0) s left", text)
 
 
-def test_a_lease_that_has_lapsed_is_loud(site: Site, run: Run) -> None:
+def test_lapsed_lease_is_prominent(site, run):
     run.process()
     [record] = run.staged.generations()
     lease = run.staged.lease(record).to_json()
@@ -260,11 +223,8 @@ def test_a_lease_that_has_lapsed_is_loud(site: Site, run: Run) -> None:
     assert re.search(r"lapsed 3 min \d s ago", text)
 
 
-def test_several_pipelines_of_a_run_have_a_section_each(site: Site, run: Run) -> None:
-    from airflow_broadway.staging.run_folder import StagedRun
-
-    run.batch(run.process())
-    run.ack()
+def test_several_pipelines_have_separate_sections(site, run):
+    run.all()
     run.staged = StagedRun(run.staged.store, pipeline="Others", dag_id="sums", run_id="manual__1")
     run.send(range(5))
     run.process()
@@ -275,9 +235,8 @@ def test_several_pipelines_of_a_run_have_a_section_each(site: Site, run: Run) ->
     assert "Others not settled" in text
 
 
-def test_a_pipeline_without_batchers_is_shown_whole(site: Site) -> None:
-    run = Run(site.staging.parent, pipeline=PlainSums)
-    run.send(range(50))
+def test_unbatched_pipeline_is_shown_whole(site):
+    run = Run(site.staging.parent, pipeline=PlainSums, numbers=range(50))
     run.process()
     run.ack()
 
@@ -286,9 +245,7 @@ def test_a_pipeline_without_batchers_is_shown_whole(site: Site) -> None:
     assert "50 received = equals 42 acked + 8 dead-lettered balanced" in text
 
 
-def test_batches_are_sorted_and_chosen_by_links_alone(site: Site, run: Run) -> None:
-    run.batch(run.process())
-    run.ack()
+def test_batches_are_sorted_and_filtered_by_links(site, settled):
     browser = site.browser("VIEWER")
 
     html = browser.get(f"{PAGE}?sort=messages&desc=0&pipeline=Sums").text
@@ -303,11 +260,7 @@ def test_batches_are_sorted_and_chosen_by_links_alone(site: Site, run: Run) -> N
     assert browser.get(f"{PAGE}?page=x").status_code == 422
 
 
-def test_links_lead_to_the_logs_of_tasks_in_airflow(
-    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.batch(run.process())
-    run.ack()
+def test_links_lead_to_task_logs(site, settled, monkeypatch):
     known = airflow(monkeypatch, "success", process=["success"], batch_default="success")
 
     [process] = known.pipelines[0].of_kind("process")
@@ -328,27 +281,25 @@ def test_links_lead_to_the_logs_of_tasks_in_airflow(
     assert 'href="/dags/sums/runs/manual__1/tasks/batch.default?try_number=1"' in html
 
 
-def test_what_a_payload_or_a_reason_says_is_text_and_no_page(site: Site) -> None:
-    run = Run(site.staging.parent)
-    run.send(range(20))
-    run.batch(run.process())
-    run.ack()
+def test_foreign_text_is_escaped(site):
+    run = Run(site.staging.parent, numbers=range(20))
+    run.all()
     evil = "<script>alert(1)</script><img src=x onerror=alert(1)>"
     report = json.loads(run.staged.files.read("report.json"))
     report["failed_tasks"] = [evil]
     run.staged.files.replace("report.json", json.dumps(report))
 
     html = site.browser("VIEWER").get(PAGE).text
-    found = site.browser("USER").get(f"{PAGE}/message", params={"q": evil}).text
+    page = site.browser("USER").get(f"{PAGE}/message", params={"q": evil}).text
 
-    for each in (html, found):
-        assert "<script>alert" not in each
-        assert "<img" not in each
-        assert "&lt;script&gt;" in each
+    for text in (html, page):
+        assert "<script>alert" not in text
+        assert "<img" not in text
+        assert "&lt;script&gt;" in text
 
 
 @pytest.mark.parametrize("dag_id", ["..", "../..", "%2e%2e", "a%2fb", "..%2f..%2fetc"])
-def test_no_path_outside_the_staging_root_is_read(site: Site, dag_id: str, tmp_path: Path) -> None:
+def test_no_path_outside_the_staging_root_is_read(site, dag_id, tmp_path):
     (tmp_path / "report.json").write_text('{"secret": 1}')
 
     answer = site.browser("VIEWER").get(f"/broadway/dags/{dag_id}/runs/..%2f..")
@@ -357,7 +308,7 @@ def test_no_path_outside_the_staging_root_is_read(site: Site, dag_id: str, tmp_p
     assert "secret" not in answer.text
 
 
-def test_files_that_are_damaged_are_said_in_a_sentence(site: Site, run: Run) -> None:
+def test_damaged_files_are_one_sentence(site, run):
     run.process()
     [record] = run.staged.generations()
     run.staged.files.replace(f"generations/{record.generation}.json", "{")
@@ -375,11 +326,8 @@ def ids(run: Run) -> Mapping[int, str]:
     return {call.number: call.message_id for call in run.calls()}
 
 
-def test_a_message_that_succeeded_tells_its_whole_story(site: Site, run: Run) -> None:
-    run.batch(run.process())
-    run.ack()
-
-    text = shown(site, f"{PAGE}/message?q={ids(run)[11]}", "USER")
+def test_successful_message_shows_its_history(site, settled):
+    text = shown(site, f"{PAGE}/message?q={ids(settled)[11]}", "USER")
 
     assert "received by process[0]" in text
     assert "handled, and staged for the batcher default" in text
@@ -388,31 +336,22 @@ def test_a_message_that_succeeded_tells_its_whole_story(site: Site, run: Run) ->
     assert "Data that handle_message returned, 2 B, as JSON 11" in text
 
 
-def test_a_message_that_failed_says_why_and_what_was_done(site: Site, run: Run) -> None:
-    run.batch(run.process())
-    run.ack()
-
-    text = shown(site, f"{PAGE}/message?q={ids(run)[5]}", "USER")
+def test_failed_message_shows_reason_and_settlement(site, settled):
+    text = shown(site, f"{PAGE}/message?q={ids(settled)[5]}", "USER")
 
     assert re.search(r"in batch \w+: failed \S+ \S+ five settled", text)
     assert "settled: dead_letter" in text
 
 
-def test_when_a_message_was_settled_is_an_instant_as_any_other(site: Site, run: Run) -> None:
-    run.batch(run.process())
-    run.ack()
-
-    answer = site.browser("VIEWER").get(f"{PAGE}/message?q={ids(run)[11]}")
+def test_settlement_time_of_a_message_is_a_timestamp(site, settled):
+    answer = site.browser("VIEWER").get(f"{PAGE}/message?q={ids(settled)[11]}")
 
     assert re.search(r'settled: ack <span class="soft"><time datetime="[^"]+"[^>]*>', answer.text)
     assert "settled at" not in answer.text
 
 
-def test_a_viewer_finds_by_id_sees_no_payload_and_searches_none(site: Site, run: Run) -> None:
-    run.batch(run.process())
-    run.ack()
-
-    by_id = shown(site, f"{PAGE}/message?q={ids(run)[11]}")
+def test_viewer_finds_by_id_without_payload_or_text_search(site, settled):
+    by_id = shown(site, f"{PAGE}/message?q={ids(settled)[11]}")
     by_text = shown(site, f"{PAGE}/message?q=11")
 
     assert "received by process[0]" in by_id
@@ -421,25 +360,20 @@ def test_a_viewer_finds_by_id_sees_no_payload_and_searches_none(site: Site, run:
     assert "This run has not received it" in by_text
 
 
-def test_who_may_edit_finds_messages_by_a_text_in_them(site: Site, run: Run) -> None:
-    run.batch(run.process())
-    run.ack()
-
+def test_editor_finds_messages_by_text(site, settled):
     text = shown(site, f"{PAGE}/message?q=83", "USER")
 
     assert "Messages with this text" in text
-    assert ids(run)[83] in text
+    assert ids(settled)[83] in text
 
 
-def test_a_message_is_found_in_other_runs_of_the_pipeline(site: Site, run: Run) -> None:
-    run.batch(run.process())
-    run.ack()
+def test_message_is_found_in_other_runs(site, settled):
     other = Run(site.staging.parent, "manual__2")
     other.send(range(3))
     other.process()
 
-    here = shown(site, f"/broadway/dags/sums/runs/manual__2/message?q={ids(run)[11]}")
-    all_runs = f"/broadway/dags/sums/runs/manual__2/message?q={ids(run)[11]}&everywhere=1"
+    here = shown(site, f"/broadway/dags/sums/runs/manual__2/message?q={ids(settled)[11]}")
+    all_runs = f"/broadway/dags/sums/runs/manual__2/message?q={ids(settled)[11]}&everywhere=1"
 
     assert "This run has not received it" in here
     assert "run manual__1" in shown(site, all_runs)
@@ -447,12 +381,9 @@ def test_a_message_is_found_in_other_runs_of_the_pipeline(site: Site, run: Run) 
 
 @pytest.mark.parametrize("planted", [False, True])
 @pytest.mark.parametrize("text", [False, True])
-def test_a_message_file_that_is_gone_or_leads_elsewhere_is_a_sentence(
-    site: Site, run: Run, tmp_path: Path, planted: bool, text: bool
-) -> None:
+def test_missing_or_linked_message_file_is_one_sentence(site, run, tmp_path, planted, text):
     # Given a run of which the file with a message's data is gone, or is a link to a file elsewhere
-    run.batch(run.process())
-    run.ack()
+    run.all()
     for file in site.staging.rglob("*.parquet"):
         if planted:
             shutil.copy(file, tmp_path / file.name)
@@ -465,35 +396,30 @@ def test_a_message_file_that_is_gone_or_leads_elsewhere_is_a_sentence(
     answer = site.browser("USER").get(f"{PAGE}/message?q={q}")
 
     assert answer.status_code == 503
-    said = (
-        "by a symbolic link: remove the link" if planted else "was deleted from the staging folder"
-    )
-    assert said in text_of(answer.text)
+    link, gone = "by a symbolic link: remove the link", "was deleted from the staging folder"
+    assert (link if planted else gone) in text_of(answer.text)
     assert site.browser("VIEWER").get(f"{PAGE}/message?q={q}").status_code != 500
 
 
 def entries() -> list[tuple[str, str, str | None, Any]]:
     with create_session() as session:
-        found = session.scalars(select(Log).where(Log.dag_id == "sums")).all()
-        return [(e.event, str(e.owner), e.run_id, json.loads(e.extra or "")) for e in found]
+        logs = session.scalars(select(Log).where(Log.dag_id == "sums")).all()
+        return [(e.event, str(e.owner), e.run_id, json.loads(e.extra or "")) for e in logs]
 
 
-def test_a_look_at_a_payload_is_in_the_audit_log_before_it_is_shown(
-    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_payload_access_is_audited_before_it_is_shown(site, run, monkeypatch):
     with create_session() as session:
         session.execute(delete(Log).where(Log.dag_id == "sums"))
-    run.batch(run.process())
-    run.ack()
+    run.all()
     by_id = ids(run)[11]
     seen: list[int] = []
     find = message_page._search
 
-    def found(*args: Any, **kwargs: Any) -> Any:
+    def search(*args, **kwargs):
         seen.append(len(entries()))
         return find(*args, **kwargs)
 
-    monkeypatch.setattr(message_page, "_search", found)
+    monkeypatch.setattr(message_page, "_search", search)
 
     # A viewer sees no payload, and an empty box asks for none
     shown(site, f"{PAGE}/message?q={by_id}")
@@ -510,17 +436,10 @@ def test_a_look_at_a_payload_is_in_the_audit_log_before_it_is_shown(
     ]
 
 
-def test_no_payload_is_shown_where_the_audit_log_cannot_be_written(
-    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.batch(run.process())
-    run.ack()
-
-    def locked() -> None:
-        raise OperationalError("insert", {}, Exception("database is locked"))
-
-    monkeypatch.setattr(access, "create_session", locked)
-    answer = site.browser("USER").get(f"{PAGE}/message?q={ids(run)[11]}")
+def test_no_payload_is_shown_without_audit_log(site, settled, monkeypatch):
+    locked = OperationalError("insert", {}, Exception("database is locked"))
+    monkeypatch.setattr(audit, "create_session", mock.Mock(side_effect=locked))
+    answer = site.browser("USER").get(f"{PAGE}/message?q={ids(settled)[11]}")
 
     assert answer.status_code == 503
     assert "audit log cannot be written" in answer.text
@@ -531,7 +450,7 @@ def test_no_payload_is_shown_where_the_audit_log_cannot_be_written(
 
 
 class Numbered(PlainSums):
-    """Fails each message for a reason of its own number."""
+    """Fails all messages, with their numbers as reasons."""
 
     name = "Sums"
 
@@ -539,9 +458,7 @@ class Numbered(PlainSums):
         return message.failed(f"no order {int(message.data)} in shop 7")
 
 
-def test_what_has_failed_while_a_task_receives_is_not_none(
-    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_while_receiving_are_shown(site, run, monkeypatch):
     dies(run.process, BEFORE_PUBLISHING)
     counts(run, received=100, failed=29, staged=71)
     airflow(monkeypatch, "running", process=["running"], batch_default="none", ack="deferred")
@@ -555,11 +472,8 @@ def test_what_has_failed_while_a_task_receives_is_not_none(
     assert "is-good" not in answer.text
 
 
-def test_a_run_of_which_nothing_succeeded_is_not_green(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(site.staging.parent, pipeline=Numbered)
-    run.send(range(30))
+def test_run_without_success_is_not_green(site, monkeypatch):
+    run = Run(site.staging.parent, pipeline=Numbered, numbers=range(30))
     run.process()
     run.ack()
     airflow(monkeypatch, "success", process=["success", "success"], ack="success")
@@ -577,37 +491,27 @@ def test_a_run_of_which_nothing_succeeded_is_not_green(
     assert "2 success" not in text
 
 
-def test_reasons_that_differ_in_a_number_only_are_one(site: Site) -> None:
-    run = Run(site.staging.parent, pipeline=Numbered)
-    run.send(range(30))
+def test_reasons_differing_in_numbers_are_one(site):
+    run = Run(site.staging.parent, pipeline=Numbered, numbers=range(30))
     run.process()
     report = run.ack()
 
     assert "30 process no order … in shop … dead-lettered" in shown(site)
-    assert report["reasons"] == [
-        {
-            "count": 30,
-            "stage": "process",
-            "reason": "no order … in shop …",
-            "classes": {"dead_lettered": 30},
-        }
-    ]
+    [reason] = report["reasons"]
+    assert (reason["count"], reason["stage"]) == (30, "process")
+    assert (reason["reason"], reason["classes"]) == ("no order … in shop …", {"dead_lettered": 30})
 
 
-def test_a_batch_whose_messages_failed_each_for_its_own_names_the_reasons_place(site: Site) -> None:
-    run = Run(site.staging.parent)
-    run.send(range(5, 100, 5))
-    run.batch(run.process())
-    run.ack()
+def test_batch_with_different_failures_refers_to_the_reasons(site):
+    run = Run(site.staging.parent, numbers=range(5, 100, 5))
+    run.all()
 
     text = shown(site)
 
     assert "failed by message: see “Why messages failed”" in text
 
 
-def test_a_generation_that_died_is_called_dead_and_its_task_receives_nothing(
-    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dead_generation_is_marked_dead(site, run, monkeypatch):
     dies(run.process, BEFORE_PUBLISHING)
     airflow(monkeypatch, "running", process=["failed"], batch_default="none", ack="deferred")
     assert "Sums receives" not in shown(site)
@@ -620,10 +524,7 @@ def test_a_generation_that_died_is_called_dead_and_its_task_receives_nothing(
     assert text.count(" settled ") == 1
 
 
-def test_a_text_that_is_not_staged_leads_to_the_dead_letters(site: Site, run: Run) -> None:
-    run.batch(run.process())
-    run.ack()
-
+def test_unstaged_text_leads_to_the_dead_letters(site, settled):
     answer = site.browser("USER").get(f"{PAGE}/message?q=nowhere")
 
     assert 'href="/broadway/dags/sums/pipelines/Sums/dead-letters">Sums</a>' in answer.text

@@ -1,4 +1,4 @@
-"""Which pipelines a Dag run has: by what Airflow has stored of the Dag and of its tasks."""
+"""The pipelines of a Dag run, from the stored Dag and its task instances."""
 
 from __future__ import annotations
 
@@ -54,19 +54,15 @@ class Nowhere(Console):
     name = "Nowhere yet"
 
 
-#: Task → the states of its instances, each with the seconds after which it began and ended.
+#: Task → the states of its instances with the seconds of their start and end.
 States = Mapping[str, list[tuple[str | None, float | None, float | None]]]
 
 
 @contextmanager
 def known_run(
-    dag: DAG,
-    states: States,
-    *,
-    links: Mapping[str, str] | None = None,
-    run_id: str = "manual__1",
+    dag: DAG, states: States, *, links: Mapping[str, str] | None = None, run_id: str = "manual__1"
 ) -> Iterator[str]:
-    """Have Airflow's database know the Dag, and a run of it whose tasks are in these states.
+    """Stores in Airflow's database the Dag, and a run of it whose tasks are in these states.
 
     :param links: XCom key → value, of the task ``alone``.
     """
@@ -74,14 +70,8 @@ def known_run(
         with create_session() as session:
             wanted = select(DagVersion.id).where(DagVersion.dag_id == dag.dag_id)
             version = session.scalar(wanted.order_by(DagVersion.version_number.desc()).limit(1))
-            run = DagRun(
-                dag_id=dag.dag_id,
-                run_id=run_id,
-                run_type=DagRunType.MANUAL,
-                state=DagRunState.RUNNING,
-                run_after=BEGUN,
-            )
-            session.add(run)
+            kind: dict[str, Any] = {"run_type": DagRunType.MANUAL, "state": DagRunState.RUNNING}
+            session.add(DagRun(dag_id=dag.dag_id, run_id=run_id, run_after=BEGUN, **kind))
             session.flush()
             rows = [
                 {
@@ -103,14 +93,8 @@ def known_run(
             session.execute(insert(TaskInstance), rows)
             session.flush()
             for key, value in (links or {}).items():
-                XComModel.set(
-                    key=key,
-                    value=value,
-                    dag_id=dag.dag_id,
-                    task_id="alone",
-                    run_id=run_id,
-                    session=session,
-                )
+                place: Any = {"dag_id": dag.dag_id, "task_id": "alone", "run_id": run_id}
+                XComModel.set(key=key, value=value, session=session, **place)
         try:
             yield run_id
         finally:
@@ -119,7 +103,7 @@ def known_run(
                     session.execute(delete(model).where(model.dag_id == dag.dag_id))
 
 
-def test_a_run_has_the_pipelines_of_its_dag_with_the_states_of_their_tasks() -> None:
+def test_run_has_the_pipelines_of_its_dag_with_task_states():
     # Given two pipelines in one Dag, and a task of somebody else
     with DAG("two_pipelines", schedule=None) as dag:
         Orders().task_group("orders", staging="file:///own")
@@ -138,7 +122,7 @@ def test_a_run_has_the_pipelines_of_its_dag_with_the_states_of_their_tasks() -> 
         known = tasks_of_run("two_pipelines", run_id)
 
     assert known.going_on
-    orders, others = sorted(known.pipelines, key=lambda each: -len(each.tasks))
+    orders, others = sorted(known.pipelines, key=lambda pipeline: -len(pipeline.tasks))
     assert (orders.name, orders.broker, orders.staging) == ("Orders", "sqlite", "file:///own")
     assert orders.batchers == {"big": "spark", "small": "python"}
     [process] = orders.of_kind("process")
@@ -146,22 +130,16 @@ def test_a_run_has_the_pipelines_of_its_dag_with_the_states_of_their_tasks() -> 
     assert process.counts == {"success": 1, "running": 1}
     assert process.seconds is None
     handling = {name: orders.handling_task(name) for name in ("big", "small")}
-    assert {name: each and each.task_id for name, each in handling.items()} == {
-        "big": "orders.handle_batches",
-        "small": "orders.batch.small",
-    }
+    ids = {name: task and task.task_id for name, task in handling.items()}
+    assert ids == {"big": "orders.handle_batches", "small": "orders.batch.small"}
     assert [task.state for task in orders.of_kind("batch")] == ["success", "none"]
     [alone] = others.tasks
-    assert (others.name, alone.kind, alone.state, alone.seconds) == (
-        "Others",
-        "run",
-        "success",
-        2.5,
-    )
+    assert (others.name, alone.kind) == ("Others", "run")
+    assert (alone.state, alone.seconds) == ("success", 2.5)
     assert list(alone.links) == [Link("The console", "https://console.test/q", -1)]
 
 
-def test_operators_of_ones_own_are_tasks_like_ours() -> None:
+def test_own_operators_are_recognized():
     with DAG("own_operators", schedule=None) as dag:
         pull = Pull.partial(task_id="pull", pipeline=Orders()).expand(producer_index=[0, 1])
         big = Batch(task_id="batch.big", pipeline=Orders(), batcher="big", processed=pull.output)
@@ -172,39 +150,35 @@ def test_operators_of_ones_own_are_tasks_like_ours() -> None:
         big >> submit
     tasks = ("pull", "batch.big", "submit", "ack", "alone")
 
-    with known_run(dag, {each: [("success", 0, 1)] for each in tasks}) as run_id:
+    with known_run(dag, {task: [("success", 0, 1)] for task in tasks}) as run_id:
         known = tasks_of_run("own_operators", run_id)
 
-    orders, others = sorted(known.pipelines, key=lambda each: -len(each.tasks))
-    assert {task.task_id: task.kind for task in orders.tasks} == {
-        "pull": "process",
-        "batch.big": "batch",
-        "submit": "spark",
-        "ack": "ack",
-    }
+    orders, others = sorted(known.pipelines, key=lambda pipeline: -len(pipeline.tasks))
+    kinds = {"pull": "process", "batch.big": "batch", "submit": "spark", "ack": "ack"}
+    assert {task.task_id: task.kind for task in orders.tasks} == kinds
     handling = orders.handling_task("big")
     assert handling is not None
     assert handling.task_id == "submit"
     assert [(task.task_id, task.kind) for task in others.tasks] == [("alone", "run")]
 
 
-def test_a_run_that_airflow_does_not_know_has_none() -> None:
+def test_unknown_run_has_no_pipelines():
     known = tasks_of_run("nobodys", "manual__1")
 
     assert (known.state, known.going_on, list(known.pipelines)) == (None, False, [])
 
 
-def test_a_run_is_drawn_as_its_dag_was_then() -> None:
-    def version(name: str) -> DAG:
-        with DAG("changing", schedule=None) as made:
+def test_run_is_drawn_with_its_dag_version():
+    def version(name):
+        with DAG("changing", schedule=None) as dag:
             BroadwayRunOperator(task_id=name, pipeline=Plain())
-        return made
+        return dag
 
     with (
         known_run(version("then"), {"then": [("success", 0, 1)]}, run_id="manual__1"),
         known_run(version("now"), {"now": [("success", 0, 1)]}, run_id="manual__2"),
     ):
-        known = [tasks_of_run("changing", each) for each in ("manual__1", "manual__2")]
+        known = [tasks_of_run("changing", run_id) for run_id in ("manual__1", "manual__2")]
 
-    found = [task.task_id for each in known for task in each.pipelines[0].tasks]
-    assert found == ["then", "now"]
+    task_ids = [task.task_id for run in known for task in run.pipelines[0].tasks]
+    assert task_ids == ["then", "now"]

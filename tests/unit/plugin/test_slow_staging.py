@@ -1,12 +1,12 @@
-"""A staging root that does not answer: pages say so in time, and hold up nobody else."""
+"""A staging root that does not respond: pages time out, and others are not delayed."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -17,106 +17,101 @@ from airflow_broadway.plugin.pages import message, pipelines, run
 from airflow_broadway.plugin.reading import Reading
 from airflow_broadway.staging.disk import Disk
 from tests.unit.plugin.dags import add_runs, stored_dags
-from tests.unit.plugin.site import Site
 from tests.unit.plugin.test_pipelines import Orders
 
 RUN = "/broadway/dags/slow/runs/manual__1"
 PAGES = (RUN, f"{RUN}/live", f"{RUN}/message?q=a", f"{RUN}/report", "/broadway/?q=slow")
-#: Seconds that each call of the root would take.
+#: Seconds that a call of the root would take.
 PATIENCE = 30.0
-SAID = "The staging folder did not answer within 0.3 s"
+TIMED_OUT = "The staging folder did not answer within 0.3 s"
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def gate(monkeypatch):
     """Every call of a disk waits for it."""
-    made = threading.Event()
+    gate = threading.Event()
     for name in ("read", "exists", "list"):
         quick = getattr(Disk, name)
 
-        def slow(self: Disk, path: str, quick: Any = quick) -> Any:
-            made.wait(PATIENCE)
+        def slow(self, path, quick=quick):
+            gate.wait(PATIENCE)
             return quick(self, path)
 
         monkeypatch.setattr(Disk, name, slow)
-    yield made
-    made.set()
+    yield gate
+    gate.set()
 
 
 @pytest.fixture
-def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
+def reading(monkeypatch):
     """That of the pages, in a hurry."""
-    made = Reading(seconds=0.3, most=2)
-    for module in (message, pipelines, run):
-        monkeypatch.setattr(module, "READING", made)
+    reading = Reading(seconds=0.3, most=2)
+    for module in (message, pipelines, report, run):
+        monkeypatch.setattr(module, "READING", reading)
     known = RunTasks(state=None)
-    monkeypatch.setattr(message, "tasks_of_run", lambda dag_id, run_id: known)
-    return made
+    for module in (message, report):
+        monkeypatch.setattr(module, "tasks_of_run", lambda dag_id, run_id: known)
+    return reading
 
 
 def readers() -> int:
-    return sum(each.name == "broadway-reading" for each in threading.enumerate())
+    return sum(t.name == "broadway-reading" for t in threading.enumerate())
 
 
-def test_a_thread_that_cannot_be_started_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Reading(most=1)
+def test_failed_thread_start_frees_its_slot(monkeypatch):
+    reading = Reading(most=1)
 
-    def fails(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+    fails = mock.Mock(side_effect=RuntimeError("can't start new thread"))
 
-    async def scenario() -> str:
+    async def scenario():
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", fails)
             with pytest.raises(RuntimeError, match="can't start"):
-                await made(lambda: "one")
-        return await made(lambda: "two")
+                await reading(lambda: "one")
+        return await reading(lambda: "two")
 
     assert asyncio.run(scenario()) == "two"
 
 
-def test_pages_say_so_in_time_and_others_answer_meanwhile(
-    site: Site, gate: threading.Event, reading: Reading
-) -> None:
+def test_hanging_root_times_out_without_blocking_others(site, gate, reading):
     # Given a route of Airflow's own, which needs one of its threads
     @site.app.get("/own")
-    def own() -> str:
+    def own():
         return "here"
 
     cookies = dict(site.browser("VIEWER").cookies)
 
-    async def scenario() -> tuple[list[httpx.Response], list[float], int]:
+    async def scenario():
         transport = httpx.ASGITransport(app=site.app)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://airflow.test", cookies=cookies
         ) as client:
-            # When more people than threads look at pages of a root that hangs
-            asked = [asyncio.create_task(client.get(each)) for each in PAGES * 20]
+            # When more requests than threads need a root that hangs
+            tasks = [asyncio.create_task(client.get(page)) for page in PAGES * 20]
             took = []
-            while not all(each.done() for each in asked):
+            while not all(task.done() for task in tasks):
                 began = time.monotonic()
                 assert (await client.get("/own")).json() == "here"
                 took.append(time.monotonic() - began)
                 await asyncio.sleep(0.01)
-            return [each.result() for each in asked], took, readers()
+            return [task.result() for task in tasks], took, readers()
 
     with stored_dags(Orders().dag("slow")):
         add_runs("slow", {"manual__1": "running"})
-        answers, took, held = asyncio.run(scenario())
+        answers, took, count = asyncio.run(scenario())
 
-    # Then each is told so
+    # Then all responses are timeouts
     for answer in answers:
         live = answer.request.url.path.endswith("/live")
         assert answer.status_code == (200 if live else 503), answer.text
-        assert SAID in answer.text
-    # And nobody else has waited for the root, nor do threads pile up
+        assert TIMED_OUT in answer.text
+    # And other requests have not waited for the root, nor do threads pile up
     assert took
     assert max(took) < PATIENCE / 2
-    assert held <= 2
+    assert count <= 2
 
 
-def test_when_it_answers_again_pages_do_too(
-    site: Site, gate: threading.Event, reading: Reading
-) -> None:
+def test_pages_recover_when_the_root_responds(site, gate, reading):
     with stored_dags(Orders().dag("slow")):
         add_runs("slow", {"manual__1": "running"})
         browser = site.browser("VIEWER")
@@ -127,26 +122,19 @@ def test_when_it_answers_again_pages_do_too(
             time.sleep(0.01)
         second = browser.get(f"{RUN}/live")
 
-    # The page goes on asking, and has what Airflow itself knows
+    # The page polls on, and has the state that Airflow knows
     assert first.status_code == 503
     assert f'data-live="{RUN}/live"' in first.text
     assert "This page retries." in first.text
-    assert (second.status_code, SAID in second.text) == (200, False)
+    assert (second.status_code, TIMED_OUT in second.text) == (200, False)
 
 
 async def _read(reading: Reading, work: Any) -> Any:
     return await reading(work)
 
 
-def test_what_reading_raises_is_raised() -> None:
-    def fail() -> None:
-        raise StagingError("is damaged")
-
-    def slow() -> None:
-        raise TimeoutError("of a socket")
-
-    with pytest.raises(StagingError, match="is damaged"):
-        asyncio.run(_read(Reading(), fail))
-    with pytest.raises(TimeoutError, match="of a socket"):
-        asyncio.run(_read(Reading(), slow))
+def test_reading_error_is_raised():
+    for error in (StagingError("is damaged"), TimeoutError("of a socket")):
+        with pytest.raises(type(error), match=str(error)):
+            asyncio.run(_read(Reading(), mock.Mock(side_effect=error)))
     assert asyncio.run(_read(Reading(), lambda: 7)) == 7

@@ -1,4 +1,4 @@
-"""What the pages are made of is in the wheel, and Airflow finds the plugin in it."""
+"""The wheel has the files of the pages, and Airflow finds the plugin in it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROOT = Path(airflow_broadway.__file__).parent.parent
 PLUGIN = ROOT / "airflow_broadway" / "plugin"
 
 
-def test_templates_and_static_files_are_in_the_wheel(tmp_path: Path) -> None:
+def test_templates_and_static_files_are_in_the_wheel(tmp_path):
     [wheel] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
-        [entries] = [each for each in names if each.endswith(".dist-info/entry_points.txt")]
+        [entries] = [name for name in names if name.endswith(".dist-info/entry_points.txt")]
         points = file.read(entries).decode()
 
     files = [p for name in ("templates", "static") for p in (PLUGIN / name).rglob("*.*")]
@@ -28,12 +28,12 @@ def test_templates_and_static_files_are_in_the_wheel(tmp_path: Path) -> None:
     assert "broadway = airflow_broadway.plugin.broadway_plugin:BroadwayPlugin" in points
 
 
-def test_airflow_finds_the_plugin_and_what_it_brings() -> None:
+def test_airflow_finds_the_plugin():
     apps, _ = plugins_manager.get_fastapi_plugins()
     views, _ = plugins_manager._get_ui_plugins()
 
-    assert PREFIX in [each["url_prefix"] for each in apps]
-    ours = [each for each in views if str(each["url_route"]).startswith("broadway")]
-    assert {each["destination"] for each in ours} == {"nav", "dag_run"}
+    assert PREFIX in [app["url_prefix"] for app in apps]
+    ours = [view for view in views if str(view["url_route"]).startswith("broadway")]
+    assert {view["destination"] for view in ours} == {"nav", "dag_run"}
     # Relative, as Airflow may live below a path.
-    assert not [each for each in ours if each["href"].startswith("/")]
+    assert not [view for view in ours if view["href"].startswith("/")]

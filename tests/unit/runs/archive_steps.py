@@ -1,4 +1,4 @@
-"""Runs of a pipeline with an archive, as plain steps: live ones, and runs of what is past."""
+"""Runs of a pipeline with an archive, as plain steps: live runs and backfills."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from airflow_broadway import Archive, Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
 from airflow_broadway.core.clock import Clock
+from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.model.run_source import ARCHIVE, Interval, RunSource
 from airflow_broadway.core.reference import load_ref, make_ref
@@ -36,7 +37,7 @@ def upper(message: Message) -> Message:
 
 
 class Minutes(Broadway):
-    """Writes each batch into a file of its own; says what its callbacks saw of the run."""
+    """Writes one file per batch, with the source of the run."""
 
     producer = SqliteProducer(
         queue="minutes",
@@ -49,25 +50,28 @@ class Minutes(Broadway):
     archive = Archive(time=scheduled)
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        found = json.loads(message.data.lower())
-        if found.get("fails") == "process":
+        document = json.loads(message.data.lower())
+        if document.get("fails") == "process":
             return message.failed("sour")
-        return message.put_data({**found, "metadata": dict(message.metadata)})
+        return message.put_data({**document, "metadata": dict(message.metadata)})
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         source = self.run.source
-        made = {
+        record = {
             "batch_id": batch_info.batch_id,
             "run_id": self.run.run_id,
             "source": source.kind,
             "interval": None if source.interval is None else str(source.interval),
-            "rows": [[each.message_id, each.data["minute"]] for each in messages],
+            "rows": [[message.message_id, message.data["minute"]] for message in messages],
             "redelivered": batch_info.redelivered,
         }
         folder = Path(context["sink"]) / self.run.run_id
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{batch_info.batch_id}.json").write_text(json.dumps(made))
-        return [each.failed("spilt") if each.data.get("fails") else each for each in messages]
+        (folder / f"{batch_info.batch_id}.json").write_text(json.dumps(record))
+        return [
+            message.failed("spilt") if message.data.get("fails") else message
+            for message in messages
+        ]
 
 
 class World:
@@ -91,19 +95,28 @@ class World:
         return archive_folder(self.store, self.pipeline("any").name)
 
     def pipeline(self, run_id: str) -> Broadway:
-        made = load_ref(self.ref, RunInfo(dag_id="d", run_id=run_id))
-        assert isinstance(made, Broadway)
-        return made
+        pipeline = load_ref(self.ref, RunInfo(dag_id="d", run_id=run_id))
+        assert isinstance(pipeline, Broadway)
+        return pipeline
 
     def queue(self) -> SqliteQueue:
         return SqliteQueue(self.folder / "queue.db", "minutes")
 
     def send(self, *messages: Mapping[str, Any]) -> None:
         with self.queue() as queue:
-            queue.send([json.dumps(each).encode() for each in messages])
+            queue.send([json.dumps(message).encode() for message in messages])
 
     def minutes(self, *minutes: int) -> None:
         self.send(*({"minute": minute} for minute in minutes))
+
+    def live(self, *minutes: int, run_id: str = "live") -> dict[str, Any]:
+        """A whole live run of these messages."""
+        self.minutes(*minutes)
+        return self.run(run_id).all()
+
+    def depth(self) -> QueueDepth:
+        with self.queue() as queue:
+            return queue.depth()
 
     def run(self, run_id: str, source: RunSource | None = None, clock: Clock | None = None) -> Run:
         return Run(self, run_id, source or RunSource(), clock)
@@ -113,10 +126,10 @@ class World:
         return self.run(run_id, of_minutes(start, end)).all()
 
     def sink(self, run_id: str) -> list[dict[str, Any]]:
-        """What a run wrote, batch by batch."""
+        """The files that a run wrote, one per batch."""
         files = (self.folder / "sink" / run_id).glob("*.json")
-        found = [json.loads(each.read_text()) for each in files]
-        return sorted(found, key=lambda each: (each["rows"][0][1], each["batch_id"]))
+        document = [json.loads(file.read_text()) for file in files]
+        return sorted(document, key=lambda batch: (batch["rows"][0][1], batch["batch_id"]))
 
     def rows(self, run_id: str) -> list[int]:
         return [minute for batch in self.sink(run_id) for _, minute in batch["rows"]]
@@ -124,7 +137,7 @@ class World:
 
 def of_minutes(start: int, end: int) -> RunSource:
     """The archive's minutes after nine."""
-    first, last = (NINE + timedelta(minutes=each) for each in (start, end))
+    first, last = (NINE + timedelta(minutes=minute) for minute in (start, end))
     return RunSource(kind=ARCHIVE, interval=Interval(first, last))
 
 
@@ -152,7 +165,7 @@ class Run:
         return Task(dag_id=self.staged.dag_id, run_id=self.run_id, task_id=task_id, map_index=index)
 
     def process(self, index: int = 0) -> dict[str, Any]:
-        made = ProcessTask(
+        process_task = ProcessTask(
             self.staged,
             self.pipeline,
             self.task("process", index),
@@ -161,15 +174,15 @@ class Run:
             budget=Budget(),
             source=self.source,
         )
-        self.references.append(made.run().reference)
+        self.references.append(process_task.run().reference)
         return self.references[-1]
 
     def batch(self, batcher: str = "default") -> Any:
-        made = BatchTask(
+        batch_task = BatchTask(
             self.staged, self.pipeline, self.task(f"batch.{batcher}"), self.ports, batcher=batcher
         )
-        plan = made.plan(self.references, label="1")
-        return None if plan is None else made.handle(plan)
+        plan = batch_task.plan(self.references, label="1")
+        return None if plan is None else batch_task.handle(plan)
 
     def ack(self) -> dict[str, Any]:
         watcher = RunWatcher(self.staged, self.pipeline, ports=self.ports)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tests.unit.runs.steps import Run
 
 
 def forked(work: Any) -> int:
-    """Start work in a process of its own, the leader of a group; its id."""
+    """Starts work in a child process that leads its group; returns the pid."""
     child = os.fork()
     if not child:
         try:
@@ -37,12 +37,14 @@ def ending_of(child: int) -> int:
 
 
 class Runs:
-    """Runs of one Dag, one after another, none of whose tasks is retried."""
+    """Successive runs of one Dag without retries."""
 
-    def __init__(self, folder: Path, kind: type[Deadly] = Deadly, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, kind: type[Deadly] = Deadly, *, numbers: Sequence[int], **options: Any
+    ) -> None:
         self.folder, self.kind, self.options = folder, kind, options
         self.run_ids: list[str] = []
-        self.last = Run(folder, "manual__0", pipeline=kind, **options)
+        self.last = Run(folder, "manual__0", pipeline=kind, numbers=numbers, **options)
 
     def next(self) -> Run:
         self.last = Run(
@@ -56,7 +58,7 @@ class Runs:
         return self.last
 
     def one(self, before: Callable[[], object] = lambda: None) -> int:
-        """A whole run; how its process task ended.
+        """A whole run; returns how its process task ended.
 
         :param before: Called in that process first.
         """
@@ -81,4 +83,4 @@ class Runs:
 
 def dead_reasons(run: Run) -> dict[int, str]:
     with run.queue() as queue:
-        return {int(each.body): each.reason for each in queue.dead_letters(limit=None)}
+        return {int(letter.body): letter.reason for letter in queue.dead_letters(limit=None)}

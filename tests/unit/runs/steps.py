@@ -27,6 +27,7 @@ from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, 
 from airflow_broadway.adapters.host import MAX_SHUTDOWN
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.custody.producer import ProducerEnv
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.ports import Ports, Task, producer_env
@@ -38,8 +39,12 @@ from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 
-#: What an Airflow task has of its host, as far as these steps need it.
+#: The host of an Airflow task, as far as these steps need it.
 AS_AIRFLOW = Ports(interrupts=(AirflowTaskTimeout,), max_shutdown=MAX_SHUTDOWN)
+
+
+#: Numbers of which 7 fails in the processor, 5 and 10 in the batch.
+TEN = range(1, 11)
 
 
 class Call(NamedTuple):
@@ -73,19 +78,23 @@ class Sums(Broadway):
             context["calls"],
             [
                 Call(
-                    each.message_id, each.data, each.attempt, each.redelivered, batch_info.batch_id
+                    message.message_id,
+                    message.data,
+                    message.attempt,
+                    message.redelivered,
+                    batch_info.batch_id,
                 )
-                for each in messages
+                for message in messages
             ],
         )
         now = context.get("now_in_batch")
         return [
-            each.ack_immediately()
-            if each.data == now
-            else each.failed("five")
-            if each.data % 5 == 0
-            else each
-            for each in messages
+            message.ack_immediately()
+            if message.data == now
+            else message.failed("five")
+            if message.data % 5 == 0
+            else message
+            for message in messages
         ]
 
 
@@ -97,7 +106,7 @@ class PlainSums(Sums):
 
 
 def note(path: str, calls: Sequence[Call]) -> None:
-    """Write down what ``handle_batch`` got; it is on disk when this returns."""
+    """Record a call of ``handle_batch`` on disk."""
     with closing(sqlite3.connect(path, timeout=60.0)) as db, db:
         db.execute("PRAGMA synchronous=FULL")
         db.execute("CREATE TABLE IF NOT EXISTS calls (id, number, attempt, redelivered, batch)")
@@ -107,10 +116,11 @@ def note(path: str, calls: Sequence[Call]) -> None:
 class Run:
     """One run of a Dag on a queue below ``folder``, and on a staging root there or elsewhere.
 
-    :param clock: What its batches go by.
+    :param clock: The clock of its batches.
     :param finished: Ids of runs that are over.
     :param airflow: The name of its Airflow deployment.
     :param create: Whether to create the embedded queue.
+    :param numbers: The messages to send first.
     """
 
     def __init__(
@@ -126,6 +136,7 @@ class Run:
         ports: Ports | None = None,
         airflow: str = "",
         create: bool = True,
+        numbers: Iterable[int] = (),
         **options: Any,
     ) -> None:
         self.folder = folder
@@ -145,6 +156,8 @@ class Run:
         if create:
             with self.queue() as queue:
                 queue.create()
+        if numbers:
+            self.send(numbers)
 
     def queue(self) -> SqliteQueue:
         """The queue, opened anew."""
@@ -166,7 +179,7 @@ class Run:
         """
         self.sweep(index)
         env = self.env(uuid.uuid4().hex, self.task(index, try_number).owner())
-        made = Process(
+        process = Process(
             self.staged,
             self.pipeline,
             env=env,
@@ -174,19 +187,15 @@ class Run:
             ports=self.ports,
             isolates=isolates,
         )
-        return made.run()
+        return process.run()
 
     def env(self, generation: str, owner: Mapping[str, Any]) -> ProducerEnv:
         return producer_env(
-            self.pipeline,
-            self.ports,
-            generation=generation,
-            owner=owner,
-            store=self.staged.store,
+            self.pipeline, self.ports, generation=generation, owner=owner, store=self.staged.store
         )
 
     def sweep(self, index: int = 0) -> None:
-        """Does what a process task does first."""
+        """Does the first step of a process task."""
         sweep(self.staged, self.pipeline, self.task(index), self.ports)
 
     def task(self, index: int = 0, try_number: int = 1) -> Task:
@@ -200,15 +209,13 @@ class Run:
 
     def batch(self, *references: Mapping[str, Any], try_number: int = 1) -> dict[str, int] | None:
         """A batcher task; ``None`` if it would skip itself."""
-        generations = [each["generation"] for each in references if each["batchers"]]
-        if not generations:
+        received = [reference for reference in references if reference["batchers"]]
+        if not received:
             return None
-        plan = plan_batches(
-            self.staged, self.pipeline, "default", generations, try_label=str(try_number)
-        )
+        plan = self.plan(*received, try_number=try_number)
         staged = copy(self.staged)
         staged.clock = self.clock or staged.clock
-        made = PythonBatches(
+        python_batches = PythonBatches(
             staged,
             self.pipeline,
             plan,
@@ -216,7 +223,21 @@ class Run:
             try_number=try_number,
             ports=self.ports,
         )
-        return made.run()
+        return python_batches.run()
+
+    def plan(self, *references: Mapping[str, Any], try_number: int = 1) -> BatchPlan:
+        generations = [reference["generation"] for reference in references]
+        label = str(try_number)
+        return plan_batches(self.staged, self.pipeline, "default", generations, try_label=label)
+
+    def all(self) -> dict[str, Any]:
+        """Every task once; returns the report."""
+        self.batch(self.process())
+        return self.ack()
+
+    def next(self) -> Run:
+        """The run after this one, which is over."""
+        return Run(self.folder, "manual__2", finished=[self.run_id])
 
     def ack(self, *, final: bool = True) -> dict[str, Any]:
         """The last look of the ack sensor; returns the report."""
@@ -234,7 +255,7 @@ class Run:
     # -- evidence ------------------------------------------------------------------------------
 
     def calls(self) -> list[Call]:
-        """What ``handle_batch`` got, in order."""
+        """The calls of ``handle_batch``, in order."""
         if not Path(self.calls_path).exists():
             return []
         with closing(sqlite3.connect(self.calls_path)) as db:
@@ -244,28 +265,35 @@ class Run:
     def dead(self) -> list[int]:
         """The numbers of the dead letters, sorted."""
         with self.queue() as queue:
-            return sorted(int(each.body) for each in queue.dead_letters(limit=None))
+            return sorted(int(letter.body) for letter in queue.dead_letters(limit=None))
 
     def depth(self) -> tuple[int, int, int, int]:
         """Ready, delayed, leased, dead."""
         with self.queue() as queue:
-            found = queue.depth()
-        return found.ready, found.delayed, found.leased, found.dead
+            depth = queue.depth()
+        return depth.ready, depth.delayed, depth.leased, depth.dead
 
     def unmarked(self) -> list[Call]:
         """Inputs that came again neither marked nor under a batch id they had before."""
         seen: dict[str, set[str]] = {}
-        found = []
+        results = []
         for call in self.calls():
             before = seen.setdefault(call.message_id, set())
             if before and not call.redelivered and call.batch_id not in before:
-                found.append(call)
+                results.append(call)
             before.add(call.batch_id)
-        return found
+        return results
+
+
+def balanced(report: Mapping[str, Any]) -> dict[str, int]:
+    """The totals of a report that balances."""
+    totals: dict[str, int] = report["totals"]
+    assert report["balanced"], totals
+    return totals
 
 
 class Point(NamedTuple):
-    """An instant of a step: before or after the ``nth`` call of a function.
+    """A moment of a step: before or after the ``nth`` call of a function.
 
     :param function: ``"package.module:Class.method"``.
     :param when: A condition on the call's arguments.
@@ -304,16 +332,16 @@ def _deadly(point: Point) -> Any:
     function = getattr(owner, name)
     count = 0
 
-    def deadly(*given: Any, **named: Any) -> Any:
+    def deadly(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
-        counts = point.when(*given, **named)
+        counts = point.when(*args, **kwargs)
         count += counts
         if counts and count == point.nth and point.moment == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        made = function(*given, **named)
+        result = function(*args, **kwargs)
         if counts and count == point.nth:
             os.kill(os.getpid(), signal.SIGKILL)
-        return made
+        return result
 
     return mock.patch.object(owner, name, deadly)
 
@@ -326,18 +354,18 @@ def precede(
     *,
     once: bool = False,
 ) -> None:
-    """Have ``step`` called before each call of a method, with what that is given.
+    """Have ``step`` called before calls of a method, with their arguments.
 
     :param once: Before the first call alone.
     """
     method = getattr(owner, name)
     begun = False
 
-    def both(*given: Any, **named: Any) -> Any:
+    def both(*args: Any, **kwargs: Any) -> Any:
         nonlocal begun
         if not (once and begun):
             begun = True
-            step(*given, **named)
-        return method(*given, **named)
+            step(*args, **kwargs)
+        return method(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, both)

@@ -1,4 +1,4 @@
-"""The archive: what a run received is kept once it is settled, and an interval is run again."""
+"""The archive keeps the messages of settled runs, and intervals of it can be run again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ import pytest
 
 from airflow_broadway import Archive, Batcher, Interval, Message, RunSource, ack_immediately
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.errors import (
-    LeaseLapsed,
-    PipelineError,
-    RequestRefused,
-    StagingError,
-)
+from airflow_broadway.core.errors import LeaseLapsed, PipelineError, RequestRefused, StagingError
 from airflow_broadway.core.model.run_source import LOG
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqlite import SqliteProducer
@@ -39,47 +34,44 @@ from airflow_broadway.staging.disk import Disk
 from airflow_broadway.staging.isolation import split
 from airflow_broadway.staging.store import Folder
 from tests.unit.runs.archive_steps import NINE, Minutes, World, of_minutes, upper
+from tests.unit.runs.steps import balanced
 
 NINE_TO_ELEVEN = Interval(NINE, NINE + timedelta(hours=2))
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path):
     return World(tmp_path)
 
 
-def test_a_backfill_gets_what_was_received_before_any_code_of_the_users(world: World) -> None:
+def test_backfill_receives_messages_as_first_delivered(world):
     # Given messages that live runs handled, out of order
-    world.minutes(7, 3, 65, 5)
-    world.run("live").all()
+    world.live(7, 3, 65, 5)
 
     # When an hour of them is run again
     report = world.backfill("again")
 
-    # Then callbacks get the same, and know what it is
-    assert report["totals"]["received"] == report["totals"]["acked"] == 3
-    assert report["balanced"]
+    # Then callbacks get the same batches, with the archive as their source
+    assert balanced(report)["received"] == report["totals"]["acked"] == 3
     [batch] = world.sink("again")
     assert [minute for _, minute in batch["rows"]] == [3, 5, 7]
     assert batch["source"] == "archive"
     assert batch["interval"] == str(of_minutes(0, 60).interval)
     assert batch["redelivered"] == 3
-    live = {row[1]: row[0] for each in world.sink("live") for row in each["rows"]}
+    live = {row[1]: row[0] for batch in world.sink("live") for row in batch["rows"]}
     assert {minute: key for key, minute in batch["rows"]} == {
         minute: live[minute] for minute in (3, 5, 7)
     }
     # And of a part of the hour those from its start to before its end
     world.backfill("part", 3, 5)
     assert world.rows("part") == [3]
-    # And the queue was not asked for anything
-    with world.queue() as queue:
-        assert queue.depth() == (0, 0, 0, 0, None)
+    # And nothing was received from the queue
+    assert world.depth() == (0, 0, 0, 0, None)
 
 
-def test_two_backfills_make_the_same_batches_whatever_was_delivered_how(world: World) -> None:
+def test_two_backfills_make_identical_batches(world):
     for minutes in ((9, 1, 8), (2, 7), (3, 6, 4, 5)):
-        world.minutes(*minutes)
-        world.run(f"live{minutes[0]}").all()
+        world.live(*minutes, run_id=f"live{minutes[0]}")
 
     world.backfill("first")
     world.ref["options"]["processors"] = {"concurrency": 3, "max_demand": 2}
@@ -87,18 +79,15 @@ def test_two_backfills_make_the_same_batches_whatever_was_delivered_how(world: W
 
     first, second = world.sink("first"), world.sink("second")
     assert world.rows("first") == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert [(each["batch_id"], each["rows"]) for each in first] == [
-        (each["batch_id"], each["rows"]) for each in second
+    assert [(call["batch_id"], call["rows"]) for call in first] == [
+        (call["batch_id"], call["rows"]) for call in second
     ]
     assert len(first) == 3
 
 
-def test_order_is_that_of_the_archive_though_processors_part_the_messages(
-    tmp_path: Path,
-) -> None:
+def test_archive_order_survives_partitioned_processors(tmp_path):
     world = World(tmp_path, Parted)
-    world.minutes(*range(20))
-    world.run("live").all()
+    world.live(*range(20))
 
     world.backfill("again")
 
@@ -111,7 +100,7 @@ class Parted(Minutes):
         return len(message.message_id) + int(message.message_id[-1], 36)
 
 
-def test_nothing_is_seen_before_it_is_settled_and_then_all_at_once(world: World) -> None:
+def test_messages_are_archived_together_at_settlement(world):
     world.minutes(1, 61, 2)
     run = world.run("live")
     run.process()
@@ -120,15 +109,13 @@ def test_nothing_is_seen_before_it_is_settled_and_then_all_at_once(world: World)
     run.batch()
     run.ack()
 
-    found = look(world.archive)
-    assert found.messages == 3
-    assert [sum(files.values()) for files in found.hours.values()] == [2, 1]
+    listing = look(world.archive)
+    assert listing.messages == 3
+    assert [sum(files.values()) for files in listing.hours.values()] == [2, 1]
 
 
-def test_what_the_queue_delivers_again_is_archived_by_the_run_that_settles_it(
-    world: World,
-) -> None:
-    # Given a message that fails, and is tried again, and one that is given back
+def test_redelivered_message_is_archived_by_settling_run(world):
+    # Given a message that fails and is retried, and one that is released
     world.send({"minute": 1, "fails": "batch"}, {"minute": 2})
     world.run("one").all()
     assert look(world.archive).messages == 1
@@ -140,17 +127,15 @@ def test_what_the_queue_delivers_again_is_archived_by_the_run_that_settles_it(
     world.run("three").all()
     world.run("four").all()
 
-    # Then each is there once
+    # Then the archive has both once
     assert look(world.archive).messages == 2
     world.backfill("again")
     assert world.rows("again") == [1, 2]
 
 
 @pytest.mark.parametrize("damaged", ["manifest.json", "failed-*.jsonl"])
-def test_a_damaged_file_keeps_no_message_out_of_the_archive_and_no_run_unsettled(
-    world: World, damaged: str
-) -> None:
-    # Given a run that is over, and of which nobody can say any more what it came to
+def test_damaged_file_leaves_nothing_unarchived_or_unsettled(world, damaged):
+    # Given a run that ended without an account
     world.send({"minute": 1, "fails": "process"}, {"minute": 2})
     dead = world.run("dead")
     dead.process()
@@ -163,15 +148,13 @@ def test_a_damaged_file_keeps_no_message_out_of_the_archive_and_no_run_unsettled
     world.run("last").all()
 
     # Then all of it went back, and was handled and archived once
-    assert [each.state for each in dead.staged.generations()] == ["settled"]
+    assert [generation.state for generation in dead.staged.generations()] == ["settled"]
     assert look(world.archive).messages == 2
-    # And nobody died of a message
+    # And no message was counted as deadly
     assert not list((world.folder / "staging").rglob("deaths/*"))
 
 
-def test_a_run_that_died_before_its_manifest_leaves_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_without_manifest_archives_nothing(world, monkeypatch):
     world.minutes(1, 2)
     monkeypatch.setattr("airflow_broadway.runs.process.Process._publish", _dies)
     with pytest.raises(KeyboardInterrupt):
@@ -187,7 +170,7 @@ def _dies(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_what_fails_in_a_backfill_is_kept_beside_the_archive(world: World) -> None:
+def test_backfill_failures_are_kept_next_to_archive(world):
     world.send({"minute": 1}, {"minute": 2, "fails": "process"}, {"minute": 3, "fails": "batch"})
     for run_id in ("one", "two"):
         world.run(run_id).all()
@@ -195,23 +178,21 @@ def test_what_fails_in_a_backfill_is_kept_beside_the_archive(world: World) -> No
     report = world.backfill("again")
 
     assert report["totals"]["dead_lettered"] == 2
-    assert report["totals"]["acked"] == 1
-    assert report["balanced"]
-    found = {each["reason"]: each for each in failures(world.archive)}
-    assert {reason: each["stage"] for reason, each in found.items()} == {
+    assert balanced(report)["acked"] == 1
+    failures_by_reason = {failure["reason"]: failure for failure in failures(world.archive)}
+    assert {reason: failure["stage"] for reason, failure in failures_by_reason.items()} == {
         "sour": "process",
         "spilt": "batch",
     }
-    assert {each["run_id"] for each in found.values()} == {"again"}
-    assert found["sour"]["time"] == (NINE + timedelta(minutes=2)).isoformat()
+    assert {failure["run_id"] for failure in failures_by_reason.values()} == {"again"}
+    assert failures_by_reason["sour"]["time"] == (NINE + timedelta(minutes=2)).isoformat()
     # Settling it once more writes the same.
     world.run("again", of_minutes(0, 60)).ack()
     assert len(list(failures(world.archive))) == 2
 
 
-def test_a_backfill_that_is_cleared_reads_anew_and_makes_the_same(world: World) -> None:
-    world.minutes(1, 2, 3)
-    world.run("live").all()
+def test_cleared_backfill_reads_again_and_writes_the_same(world):
+    world.live(1, 2, 3)
     run = world.run("again", of_minutes(0, 60))
     run.process()
     run.references.clear()
@@ -224,28 +205,24 @@ def test_a_backfill_that_is_cleared_reads_anew_and_makes_the_same(world: World) 
     assert world.rows("again") == [1, 2, 3]
 
 
-def test_a_backfill_sweeps_no_live_run_and_a_live_run_sweeps_a_backfill(world: World) -> None:
-    world.minutes(1)
-    world.run("live").all()
+def test_live_runs_sweep_backfills_but_not_vice_versa(world):
+    world.live(1)
     world.minutes(2)
     world.run("dead").process()
     world.run("past", of_minutes(0, 60)).process()
     world.over |= {"dead", "past"}
 
     world.backfill("again")
-    with world.queue() as queue:
-        assert queue.depth().leased == 1
+    assert world.depth().leased == 1
 
     world.run("live2").all()
-    with world.queue() as queue:
-        assert queue.depth()[:3] == (0, 0, 0)
+    assert world.depth()[:3] == (0, 0, 0)
     dead = world.run("past").staged
-    assert [each.state for each in dead.generations()] == ["settled"]
+    assert [generation.state for generation in dead.generations()] == ["settled"]
 
 
-def test_an_interval_that_is_not_read_to_its_end_counts_for_nothing(world: World) -> None:
-    world.minutes(1, 2, 3)
-    world.run("live").all()
+def test_partially_read_interval_settles_nothing(world):
+    world.live(1, 2, 3)
     run = world.run("again", of_minutes(0, 60))
     task = ProcessTask(
         run.staged,
@@ -259,16 +236,16 @@ def test_an_interval_that_is_not_read_to_its_end_counts_for_nothing(world: World
     with pytest.raises(PipelineError, match=r"not read to its end.*'max_messages', after 2"):
         task.run()
 
-    assert [each.state for each in run.staged.generations()] == ["settled"]
+    assert [generation.state for generation in run.staged.generations()] == ["settled"]
 
 
-def test_messages_without_a_time_of_their_own_are_kept_and_told(world: World) -> None:
+def test_messages_without_timestamp_are_kept_and_reported(world):
     world.send({"minute": 1}, {"minute": "soon"}, {"minute": "late"})
     world.run("live").all()
 
-    found = look(world.archive)
-    assert found.messages == 3
-    [(why, count)] = found.untimed.items()
+    listing = look(world.archive)
+    assert listing.messages == 3
+    [(why, count)] = listing.untimed.items()
     assert count == 2
     assert why.startswith("TypeError")
 
@@ -281,7 +258,7 @@ def test_messages_without_a_time_of_their_own_are_kept_and_told(world: World) ->
         (None, "TypeError: expected an aware datetime, got: None"),
     ],
 )
-def test_what_is_no_instant_is_no_time(tmp_path: Path, gives: Any, why: str) -> None:
+def test_invalid_timestamp_is_reported_as_untimed(tmp_path, gives, why):
     class Odd(Minutes):
         name = "Minutes"
         archive = Archive(time=lambda message: gives)
@@ -292,8 +269,8 @@ def test_what_is_no_instant_is_no_time(tmp_path: Path, gives: Any, why: str) -> 
     world.minutes(1)
     run.all()
 
-    [told] = look(world.archive).untimed
-    assert told.startswith(why)
+    [untimed] = look(world.archive).untimed
+    assert untimed.startswith(why)
 
 
 @pytest.mark.parametrize(
@@ -305,9 +282,7 @@ def test_what_is_no_instant_is_no_time(tmp_path: Path, gives: Any, why: str) -> 
         (datetime(9999, 12, 31, 23, tzinfo=timezone(timedelta(hours=-5))), "OverflowError"),
     ],
 )
-def test_the_first_and_the_last_instant_are_kept_and_found(
-    tmp_path: Path, gives: Any, why: str
-) -> None:
+def test_first_and_last_timestamps_are_kept(tmp_path, gives, why):
     """Other systems write "unknown" and "never" so; a year has four digits all the same."""
     world = World(tmp_path)
     run = world.run("live")
@@ -315,19 +290,18 @@ def test_the_first_and_the_last_instant_are_kept_and_found(
     world.minutes(1)
     run.all()
 
-    found = look(world.archive)
-    assert found.messages == 1
-    assert [each.partition(":")[0] for each in found.untimed] == ([why] if why else [])
+    listing = look(world.archive)
+    assert listing.messages == 1
+    assert [text.partition(":")[0] for text in listing.untimed] == ([why] if why else [])
 
 
-def test_an_archive_by_the_brokers_time_has_it(tmp_path: Path) -> None:
+def test_archive_by_enqueued_at_uses_broker_timestamp(tmp_path):
     world = World(tmp_path, archive={"time": "enqueued_at"}, pipeline=Minutes)
-    world.minutes(1)
-    world.run("live").all()
+    world.live(1)
 
-    found = look(world.archive)
-    assert found.messages == 1
-    assert not found.untimed
+    listing = look(world.archive)
+    assert listing.messages == 1
+    assert not listing.untimed
 
 
 # -- gaps ------------------------------------------------------------------------------------------
@@ -337,10 +311,9 @@ def notes(report: dict[str, Any]) -> str:
     return "; ".join(report["notes"])
 
 
-def test_what_is_missing_of_an_interval_is_told_in_the_report(world: World) -> None:
+def test_missing_part_of_interval_is_reported(world):
     assert "nothing was archived yet" in notes(world.backfill("early"))
-    world.minutes(1)
-    world.run("live").all()
+    world.live(1)
 
     assert notes(world.backfill("fine")) == ""
     assert "nothing is archived of it" in notes(world.backfill("none", 120, 180))
@@ -352,13 +325,9 @@ def test_what_is_missing_of_an_interval_is_told_in_the_report(world: World) -> N
 
 
 @pytest.mark.parametrize("removed", ["hour", "day", "file"])
-def test_what_somebody_removed_by_hand_is_a_gap_until_it_is_purged(
-    world: World, removed: str
-) -> None:
-    world.minutes(1, 61)
-    world.run("live").all()
-    world.minutes(2)
-    world.run("more").all()
+def test_manually_removed_files_are_a_gap_until_purged(world, removed):
+    world.live(1, 61)
+    world.live(2, run_id="more")
     [path, _] = look(world.archive).hours[hour_of(NINE)]
     place = Path(world.store.root) / world.archive.path / path
     if removed == "file":
@@ -379,24 +348,20 @@ def test_what_somebody_removed_by_hand_is_a_gap_until_it_is_purged(
 
 
 @pytest.mark.parametrize("gone", range(8))
-def test_who_dies_amid_a_removal_is_finished_by_the_next(
-    world: World, monkeypatch: pytest.MonkeyPatch, gone: int
-) -> None:
+def test_interrupted_removal_is_completed_by_next_purge(world, monkeypatch, gone):
     # Given two executions, one of them with messages of two hours
-    world.minutes(3, 61)
-    world.run("live").all()
-    world.minutes(4)
-    world.run("more").all()
+    world.live(3, 61)
+    world.live(4, run_id="more")
     calls = iter(range(gone))
 
-    def removed(backend: Disk, path: str) -> None:
+    def removed(backend, path):
         if next(calls, None) is None:
             raise KeyboardInterrupt
         Path(path).unlink()
 
-    def removed_in_order(backend: Disk, path: str) -> None:
-        for each in sorted(Path(path).glob("*.parquet")):
-            removed(backend, str(each))
+    def removed_in_order(backend, path):
+        for file in sorted(Path(path).glob("*.parquet")):
+            removed(backend, str(file))
         shutil.rmtree(path)
 
     # When their removal dies after so many files
@@ -411,11 +376,9 @@ def test_who_dies_amid_a_removal_is_finished_by_the_next(
     assert (list(hours_of(world.archive)), world.archive.list("index")) == ([], [])
 
 
-def test_an_hour_that_is_removed_while_it_is_archived_leaves_nothing_for_good(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hour_removed_during_archiving_leaves_nothing(world, monkeypatch):
     # Given an hour that is removed right before the index of messages in it is there
-    def create(folder: Folder, path: str, text: str) -> bool:
+    def create(folder, path, text):
         if path.startswith("index/"):
             purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
         return real(folder, path, text)
@@ -432,26 +395,24 @@ def test_an_hour_that_is_removed_while_it_is_archived_leaves_nothing_for_good(
     assert (list(hours_of(world.archive)), world.archive.list("index")) == ([], [])
 
 
-def test_an_hour_whose_index_comes_while_its_mark_is_removed_leaves_nothing_for_good(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_written_during_removal_is_removed_by_next_purge(world, monkeypatch):
     # Given a removal that finds no index, which is put before the mark goes: both have looked
     real, remove, exists = Folder.create, Folder.remove, Folder.exists
     index: list[tuple[str, str]] = []
 
-    def removed(folder: Folder, path: str) -> None:
+    def removed(folder, path):
         if path.startswith("hours/") and index:
             real(folder, *index.pop())
         remove(folder, path)
 
-    def create(folder: Folder, path: str, text: str) -> bool:
+    def create(folder, path, text):
         if not path.startswith("index/"):
             return real(folder, path, text)
         index.append((path, text))
         purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
         return True
 
-    def there(folder: Folder, path: str) -> bool:
+    def there(folder, path):
         return path.startswith("hours/") or exists(folder, path)
 
     world.minutes(3)
@@ -468,10 +429,9 @@ def test_an_hour_whose_index_comes_while_its_mark_is_removed_leaves_nothing_for_
     assert (list(hours_of(world.archive)), world.archive.list("index")) == ([], [])
 
 
-def test_an_archive_that_is_younger_or_an_interval_that_is_not_over_is_told(tmp_path: Path) -> None:
+def test_younger_archive_and_unfinished_interval_are_reported(tmp_path):
     world = World(tmp_path, archive={"time": "received_at"})
-    world.minutes(1)
-    world.run("live").all()
+    world.live(1)
 
     assert "the archive was begun only at" in notes(world.backfill("old"))
     from datetime import UTC, datetime
@@ -481,19 +441,17 @@ def test_an_archive_that_is_younger_or_an_interval_that_is_not_over_is_told(tmp_
     assert "it is not over yet" in notes(world.run("now", source).all())
 
 
-def test_what_live_runs_have_not_settled_yet_is_told(world: World) -> None:
-    world.minutes(1)
-    world.run("live").all()
+def test_unsettled_live_runs_are_reported(world):
+    world.live(1)
     world.minutes(2)
     world.run("slow").process()
 
     assert "1 execution of live runs are not settled yet" in notes(world.backfill("again"))
 
 
-def test_what_live_runs_of_another_dag_have_not_settled_yet_is_told(world: World) -> None:
-    """A Dag of its own may run past intervals, of what another one receives."""
-    world.minutes(1)
-    world.run("live").all()
+def test_unsettled_live_runs_of_another_dag_are_reported(world):
+    """Another Dag may run past intervals of a pipeline's archive."""
+    world.live(1)
     world.minutes(2)
     world.run("slow").process()
 
@@ -503,12 +461,9 @@ def test_what_live_runs_of_another_dag_have_not_settled_yet_is_told(world: World
     assert "1 execution of live runs are not settled yet" in notes(again.all())
 
 
-def test_a_gap_is_refused_before_anything_is_handled_where_the_user_asks_for_it(
-    tmp_path: Path,
-) -> None:
+def test_gap_is_refused_before_handling_if_requested(tmp_path):
     world = World(tmp_path, archive={"on_gap": "refuse"})
-    world.minutes(1)
-    world.run("live").all()
+    world.live(1)
     world.backfill("fine")
 
     with pytest.raises(RequestRefused, match=r"is not whole.*nothing is archived of it.*on_gap"):
@@ -516,9 +471,8 @@ def test_a_gap_is_refused_before_anything_is_handled_where_the_user_asks_for_it(
     assert not world.run("again").staged.generations()
 
 
-def test_an_archive_of_a_newer_version_is_one_clear_error(world: World) -> None:
-    world.minutes(1)
-    world.run("live").all()
+def test_newer_archive_version_is_one_clear_error(world):
+    world.live(1)
     [name] = world.archive.list("index")
     index = json.loads(world.archive.read(f"index/{name}"))
     del index["seal"]
@@ -531,7 +485,7 @@ def test_an_archive_of_a_newer_version_is_one_clear_error(world: World) -> None:
 # -- options ---------------------------------------------------------------------------------------
 
 
-def test_a_past_source_has_the_options_of_the_pipelines_own(world: World) -> None:
+def test_past_source_inherits_producer_options(world):
     pipeline = world.pipeline("r")
     past = PastProducer(pipeline, of_minutes(0, 60))
 
@@ -540,9 +494,8 @@ def test_a_past_source_has_the_options_of_the_pipelines_own(world: World) -> Non
     assert (past.kind, past.renews, past.keeps_payload) == ("archive", False, False)
 
 
-def test_only_the_first_of_several_producers_reads(world: World) -> None:
-    world.minutes(1, 2)
-    world.run("live").all()
+def test_only_first_producer_reads_the_archive(world):
+    world.live(1, 2)
     run = world.run("again", of_minutes(0, 60))
 
     assert run.process(1)["received"] == 0
@@ -556,33 +509,29 @@ def of_run(run_id: str) -> RunSource:
     return RunSource(kind="run", run_id=run_id)
 
 
-def test_a_past_run_is_run_again_with_its_own_batches(world: World) -> None:
-    world.minutes(*range(10))
-    world.run("past").all()
+def test_past_run_is_rerun_with_its_own_batches(world):
+    world.live(*range(10), run_id="past")
     # Though the options would make others by now
     world.ref["options"]["batchers"] = {"default": {"batch_size": 100}}
 
     report = world.run("again", of_run("past")).all()
 
-    assert report["balanced"]
-    assert report["totals"]["acked"] == report["totals"]["received"] == 10
+    assert balanced(report)["acked"] == report["totals"]["received"] == 10
     assert report["source"]["run_id"] == "past"
     past, again = world.sink("past"), world.sink("again")
-    assert [(each["batch_id"], each["rows"]) for each in again] == [
-        (each["batch_id"], each["rows"]) for each in past
+    assert [(call["batch_id"], call["rows"]) for call in again] == [
+        (call["batch_id"], call["rows"]) for call in past
     ]
-    assert {each["source"] for each in again} == {"run"}
-    with world.queue() as queue:
-        assert queue.depth()[:4] == (0, 0, 0, 0)
+    assert {call["source"] for call in again} == {"run"}
+    assert world.depth()[:4] == (0, 0, 0, 0)
 
 
 def of_batches(run_id: str, *batch_ids: str) -> RunSource:
     return RunSource(kind="run", run_id=run_id, only={"batches": list(batch_ids)})
 
 
-def test_only_the_batches_that_are_named_are_run_again(world: World) -> None:
-    world.minutes(*range(10))
-    world.run("past").all()
+def test_only_named_batches_are_rerun(world):
+    world.live(*range(10), run_id="past")
     first, *others = world.sink("past")
     assert others
 
@@ -591,7 +540,7 @@ def test_only_the_batches_that_are_named_are_run_again(world: World) -> None:
     assert [batch["batch_id"] for batch in world.sink("again")] == [first["batch_id"]]
 
 
-def test_what_was_never_handled_is_run_again_only_by_name(world: World) -> None:
+def test_unhandled_batches_are_rerun_only_by_name(world):
     world.minutes(1, 2)
     run = world.run("past")
     run.process()
@@ -617,18 +566,15 @@ class AtOnce(Minutes):
         return ack_immediately(messages)
 
 
-def test_a_callback_that_acks_at_once_acks_nothing_in_a_past_run(tmp_path: Path) -> None:
+def test_immediate_acks_settle_nothing_in_a_past_run(tmp_path):
     world = World(tmp_path, AtOnce)
-    world.minutes(1, 2)
-    world.run("past").all()
+    world.live(1, 2, run_id="past")
     world.minutes(3)
 
     report = world.run("again", of_run("past")).all()
 
-    assert report["balanced"]
-    assert report["totals"]["acked"] == 2
-    with world.queue() as queue:
-        assert queue.depth()[:4] == (1, 0, 0, 0)
+    assert balanced(report)["acked"] == 2
+    assert world.depth()[:4] == (1, 0, 0, 0)
 
 
 def until_mended(message: Message, count: int) -> tuple[str, int]:
@@ -641,15 +587,13 @@ MENDED = threading.Event()
 
 
 class Split(Minutes):
-    """Minutes whose splitter raises on one of them until it is mended."""
+    """Minutes whose splitter raises on one of them until it is fixed."""
 
     name = "Minutes"
     batchers = {"default": Batcher(engine="python", batch_size=(0, until_mended), max_demand=100)}
 
 
-def test_a_batch_on_which_the_splitter_raised_is_handled_when_it_is_run_again(
-    tmp_path: Path,
-) -> None:
+def test_batch_failed_by_splitter_is_handled_on_rerun(tmp_path):
     MENDED.clear()
     world = World(tmp_path, Split)
     world.minutes(1, 11, 2)
@@ -662,12 +606,11 @@ def test_a_batch_on_which_the_splitter_raised_is_handled_when_it_is_run_again(
     assert sorted(world.rows("again")) == [1, 2, 11]
 
 
-def test_of_a_backfill_that_was_made_twice_the_last_is_run_again(tmp_path: Path) -> None:
+def test_last_of_two_backfills_is_rerun(tmp_path):
     # Given a day that was backfilled, and once more when its archive had grown
     world = World(tmp_path, Daily)
     for minutes in ((1, 2), (3,)):
-        world.minutes(*minutes)
-        world.run(f"live{minutes[0]}").all()
+        world.live(*minutes, run_id=f"live{minutes[0]}")
         world.run("day", of_minutes(0, 60)).all()
     assert written(world) == [1, 2, 3]
 
@@ -677,7 +620,7 @@ def test_of_a_backfill_that_was_made_twice_the_last_is_run_again(tmp_path: Path)
     assert written(world) == [1, 2, 3]
 
 
-def test_a_past_run_of_several_producers_is_one_generation_of_the_new_one(world: World) -> None:
+def test_past_run_of_several_producers_is_one_generation(world):
     world.ref["options"]["processors"] = {"concurrency": 1, "max_demand": 2}
     run = world.run("past")
     for index, minutes in enumerate(((1, 2, 3), (4, 5, 6, 7, 8))):
@@ -693,34 +636,36 @@ def test_a_past_run_of_several_producers_is_one_generation_of_the_new_one(world:
     report = again.ack()
 
     assert report["totals"]["acked"] == 8
-    assert {each["batch_id"]: each["rows"] for each in world.sink("again")} == {
-        each["batch_id"]: each["rows"] for each in world.sink("past")
+    assert {batch["batch_id"]: batch["rows"] for batch in world.sink("again")} == {
+        batch["batch_id"]: batch["rows"] for batch in world.sink("past")
     }
 
 
-def test_a_past_run_whose_batch_was_split_is_run_again_in_the_same_parts(world: World) -> None:
+def test_past_run_with_split_batch_is_rerun_in_the_same_parts(world):
     # Given a batch of two producers that was split, since processes died of it
     run = world.run("past")
     for index, minutes in enumerate(((1, 2, 3), (4,))):
         world.minutes(*minutes)
         run.process(index)
-    made = BatchTask(run.staged, run.pipeline, run.task("batch"), run.ports, batcher="default")
-    plan = made.plan(run.references, label="1")
+    batch_task = BatchTask(
+        run.staged, run.pipeline, run.task("batch"), run.ports, batcher="default"
+    )
+    plan = batch_task.plan(run.references, label="1")
     assert plan is not None
     [(head, batch)] = OpenPlans(run.staged, [plan.path]).open_batches()
     split(run.staged, head, batch, 2, by="the test")
-    made.handle(plan)
+    batch_task.handle(plan)
     run.ack()
 
     report = world.run("again", of_run("past")).all()
 
     assert report["totals"]["acked"] == 4
-    parts = [(each["batch_id"], each["rows"]) for each in world.sink("again")]
-    assert parts == [(each["batch_id"], each["rows"]) for each in world.sink("past")]
+    parts = [(batch["batch_id"], batch["rows"]) for batch in world.sink("again")]
+    assert parts == [(batch["batch_id"], batch["rows"]) for batch in world.sink("past")]
     assert [len(rows) for _, rows in parts] == [2, 2]
 
 
-def test_a_past_run_that_was_cleared_midway_has_plans_that_are_joined(world: World) -> None:
+def test_plans_of_a_cleared_past_run_are_joined(world):
     world.minutes(1, 2)
     run = world.run("past")
     run.process()
@@ -737,7 +682,7 @@ def test_a_past_run_that_was_cleared_midway_has_plans_that_are_joined(world: Wor
     assert sorted(world.rows("again")) == sorted(world.rows("past"))
 
 
-def test_what_cannot_be_run_again_is_refused(world: World) -> None:
+def test_past_run_that_cannot_be_rerun_is_refused(world):
     with pytest.raises(RequestRefused, match="there is no staged run 'past'"):
         world.run("again", of_run("past")).process()
     world.minutes(1)
@@ -771,7 +716,7 @@ class Daily(Minutes):
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
         folder = Path(batch_info.path(f"{context['sink']}/rows"))
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [f"{each.message_id},{each.data['minute']}" for each in messages]
+        rows = [f"{message.message_id},{message.data['minute']}" for message in messages]
         (folder / "rows.csv").write_text("\n".join(rows))
         return messages
 
@@ -785,7 +730,7 @@ class Daily(Minutes):
 def written(world: World) -> list[int]:
     files = (world.folder / "sink" / "rows").glob("*/rows.csv")
     return sorted(
-        int(line.partition(",")[2]) for each in files for line in each.read_text().split()
+        int(line.partition(",")[2]) for file in files for line in file.read_text().split()
     )
 
 
@@ -794,11 +739,10 @@ def prepared(world: World) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def test_a_backfill_over_what_live_runs_wrote_leaves_each_row_once(tmp_path: Path) -> None:
+def test_backfill_over_live_rows_leaves_each_row_once(tmp_path):
     world = World(tmp_path, Daily)
     for minutes in ((5, 1), (3, 2, 4)):
-        world.minutes(*minutes)
-        world.run(f"live{minutes[0]}").all()
+        world.live(*minutes, run_id=f"live{minutes[0]}")
     assert prepared(world) == 0
     assert written(world) == [1, 2, 3, 4, 5]
 
@@ -808,10 +752,9 @@ def test_a_backfill_over_what_live_runs_wrote_leaves_each_row_once(tmp_path: Pat
         assert prepared(world) == number
 
 
-def test_a_batch_that_is_tried_again_does_not_prepare_the_sink_anew(tmp_path: Path) -> None:
+def test_retried_batch_does_not_prepare_the_sink_again(tmp_path):
     world = World(tmp_path, Daily)
-    world.minutes(1, 2)
-    world.run("live").all()
+    world.live(1, 2)
     run = world.run("again", of_minutes(0, 60))
     run.process()
     run.batch()
@@ -822,10 +765,9 @@ def test_a_batch_that_is_tried_again_does_not_prepare_the_sink_anew(tmp_path: Pa
     assert written(world) == [1, 2]
 
 
-def test_an_interval_without_messages_is_prepared_too(tmp_path: Path) -> None:
+def test_empty_interval_is_prepared_too(tmp_path):
     world = World(tmp_path, Daily)
-    world.minutes(1)
-    world.run("live").all()
+    world.live(1)
 
     world.backfill("empty", 30, 40)
 
@@ -833,7 +775,7 @@ def test_an_interval_without_messages_is_prepared_too(tmp_path: Path) -> None:
     assert written(world) == []
 
 
-def test_an_execution_that_was_given_up_touches_no_sink(tmp_path: Path) -> None:
+def test_abandoned_execution_touches_no_sink(tmp_path):
     world = World(tmp_path, Daily)
     run = world.run("again", of_minutes(0, 60))
     served = with_source(run.pipeline, run.source)
@@ -845,10 +787,9 @@ def test_an_execution_that_was_given_up_touches_no_sink(tmp_path: Path) -> None:
     assert prepared(world) == 0
 
 
-def test_one_producer_cleared_alone_does_not_undo_the_batches_of_others(tmp_path: Path) -> None:
+def test_clearing_one_producer_alone_is_refused(tmp_path):
     world = World(tmp_path, Daily)
-    world.minutes(1, 2)
-    world.run("live").all()
+    world.live(1, 2)
     run = world.run("again", of_minutes(0, 60))
     run.process()
     run.batch()
@@ -861,7 +802,7 @@ def test_one_producer_cleared_alone_does_not_undo_the_batches_of_others(tmp_path
         )
 
 
-def test_the_batches_of_several_live_producers_are_prepared_for_as_well(tmp_path: Path) -> None:
+def test_backfill_of_several_live_producers_prepares_the_sink(tmp_path):
     # Given a scheduled run of two producers
     world = World(tmp_path, Daily)
     day = world.run("day")
@@ -882,13 +823,12 @@ def test_the_batches_of_several_live_producers_are_prepared_for_as_well(tmp_path
     assert written(world) == [1, 2, 3, 4]
 
 
-def test_a_run_that_goes_on_with_the_rest_of_a_log_keeps_what_it_wrote(tmp_path: Path) -> None:
+def test_run_continuing_a_log_keeps_its_rows(tmp_path):
     # Given a live run, and a run of a log's interval that left something.  Here the queue stands
     # for the log: whoever reads it again finds what is left.
     world = World(tmp_path, Daily)
     log = RunSource(kind=LOG, interval=of_minutes(0, 60).interval)
-    world.minutes(1, 2)
-    world.run("day").all()
+    world.live(1, 2, run_id="day")
     world.minutes(1, 2, 3)
     world.run("day", log).all()
     assert written(world) == [1, 2, 3]
@@ -917,9 +857,7 @@ def test_a_run_that_goes_on_with_the_rest_of_a_log_keeps_what_it_wrote(tmp_path:
     ],
 )
 @pytest.mark.parametrize("after", [False, True])
-def test_a_settlement_killed_while_it_archives_is_gone_on_with(
-    world: World, monkeypatch: pytest.MonkeyPatch, point: str, after: bool
-) -> None:
+def test_settlement_killed_while_archiving_is_completed(world, monkeypatch, point, after):
     # Given a run that settles three messages, one of which comes again, and is killed
     world.send({"minute": 1}, {"minute": 61}, {"minute": 2, "fails": "batch"})
     run = world.run("killed")
@@ -927,9 +865,9 @@ def test_a_settlement_killed_while_it_archives_is_gone_on_with(
     with monkeypatch.context() as patch:
         struck = resolve_name(point)
 
-        def dies(*given: Any, **named: Any) -> None:
+        def dies(*args, **kwargs):
             if after:
-                struck(*given, **named)
+                struck(*args, **kwargs)
             raise KeyboardInterrupt
 
         patch.setattr(point, dies)
@@ -939,17 +877,16 @@ def test_a_settlement_killed_while_it_archives_is_gone_on_with(
             run.ack()
     world.over.add("killed")
 
-    # When the next runs sweep, and handle what is left
+    # When the next runs sweep, and handle the rest
     world.run("next").all()
     world.run("last").all()
 
-    # Then each message is in the archive once
+    # Then every message is in the archive once
     assert look(world.archive).messages == 3
     assert len({*world.archive.list("index")}) == 2
     world.run("again", of_minutes(0, 120)).all()
     assert sorted(world.rows("again")) == [1, 2, 61]
-    with world.queue() as queue:
-        assert queue.depth()[:3] == (0, 0, 0)
+    assert world.depth()[:3] == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -962,9 +899,7 @@ def test_a_settlement_killed_while_it_archives_is_gone_on_with(
         "airflow_broadway.staging.settling.settlement.record_settled",
     ],
 )
-def test_a_backfill_killed_on_its_way_is_tried_again_and_leaves_each_row_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
+def test_killed_backfill_is_retried_and_leaves_each_row_once(tmp_path, monkeypatch, point):
     world = World(tmp_path, Daily)
     world.send({"minute": 1}, {"minute": 2}, {"minute": 3, "fails": "process"})
     for run_id in ("live", "live2"):
@@ -974,7 +909,7 @@ def test_a_backfill_killed_on_its_way_is_tried_again_and_leaves_each_row_once(
         "airflow_broadway.runs.watch.RunWatcher.settle_unwatched", lambda self: None
     )
 
-    def all_tasks() -> dict[str, Any]:
+    def all_tasks():
         run.references.clear()
         run.process()
         run.batch()
@@ -990,11 +925,11 @@ def test_a_backfill_killed_on_its_way_is_tried_again_and_leaves_each_row_once(
 
     assert report["balanced"]
     assert written(world) == [1, 2]
-    assert [each["reason"] for each in failures(world.archive)].count("sour") >= 1
+    assert [failure["reason"] for failure in failures(world.archive)].count("sour") >= 1
     assert report["totals"]["acked"] >= 2
 
 
-def test_a_message_that_is_there_twice_is_read_once(tmp_path: Path) -> None:
+def test_duplicate_message_is_read_once(tmp_path):
     # Given an archive by receipt, and a lease that lapsed: a broker delivers what it had settled
     world = World(tmp_path)
     for run_id, minute in (("one", 1), ("two", 1), ("three", 61)):
@@ -1028,9 +963,7 @@ def rename_messages(world: World, key: str) -> None:
             pq.write_table(table, place)
 
 
-def test_a_dead_letter_that_came_again_with_another_id_is_read_by_that_one(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resent_dead_letter_is_read_under_its_last_id(world, monkeypatch):
     # Given a dead letter that is sent once more, and a message that says it was another one
     world.send({"minute": 1, "fails": "process"}, {"minute": 2})
     for _ in range(2):  # it has two attempts
@@ -1042,10 +975,10 @@ def test_a_dead_letter_that_came_again_with_another_id_is_read_by_that_one(
     taken.process()
     world.over.add("taken")
     [[[other, _]]] = [batch["rows"] for batch in world.sink("dead")]
-    said = {again: letter.message_id, forged: other}
+    ids = {again: letter.message_id, forged: other}
 
-    def sent_back_as(producer: Any, message: Message) -> str | None:
-        return said.get(message.message_id)
+    def sent_back_as(producer, message):
+        return ids.get(message.message_id)
 
     monkeypatch.setattr(SqliteProducer, "sent_back_as", sent_back_as)
     world.run("live").all()
@@ -1054,68 +987,62 @@ def test_a_dead_letter_that_came_again_with_another_id_is_read_by_that_one(
     # When the interval is read
     interval = of_minutes(0, 60).interval
     assert interval is not None
-    found = look(world.archive)
-    rows = [row for table in tables(world.archive, found, interval) for row in table.to_pylist()]
+    listing = look(world.archive)
+    rows = [row for table in tables(world.archive, listing, interval) for row in table.to_pylist()]
 
-    # Then the same message is there once, as it came the last time; nobody hides another one
+    # Then the same message is there once, in its last form; no other one is hidden
     assert [json.loads(row["payload"])["minute"] for row in rows] == [1, 2, 3]
     assert (rows[0]["message_id"], rows[0]["was"]) == (again, letter.message_id)
     # And where the later one was removed, but not all of its execution, the first is read again
     [name] = world.archive.list("again")
-    [gone] = [path for path in found.hours[hour_of(NINE)] if name.partition("-")[0] in path]
+    [gone] = [path for path in listing.hours[hour_of(NINE)] if name.partition("-")[0] in path]
     place = Path(world.store.root) / world.archive.path / gone
     kept = place.read_bytes()
     place.unlink()
     rest = tables(world.archive, look(world.archive, interval), interval)
     assert sum(table.num_rows for table in rest) == 2
     place.write_bytes(kept)
-    # And what was removed says nothing any more, to whoever reads meanwhile, and afterwards
-    left = name.rpartition("-")[0] + "-left.jsonl"  # by somebody who died while it settled
+    # And removed entries are ignored, by concurrent and later readers
+    left = name.rpartition("-")[0] + "-left.jsonl"  # of an interrupted settlement
     world.archive.create(f"again/{left}", "")
     real = Folder.read
 
-    def read(folder: Folder, path: str) -> str:
+    def read(folder, path):
         if path == f"again/{name}":
             raise FileNotFoundError(path)
         return real(folder, path)
 
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "read", read)
-        assert sum(table.num_rows for table in tables(world.archive, found, interval)) == 4
+        assert sum(table.num_rows for table in tables(world.archive, listing, interval)) == 4
     purge(world.archive, Interval(NINE, NINE + timedelta(hours=1)), datetime.now(UTC))
     assert world.archive.list("again") == []
 
 
-def test_a_live_run_that_airflow_makes_a_backfill_reads_the_archive(world: World) -> None:
-    world.minutes(1, 2, 61)
-    world.run("day").all()
+def test_live_run_turned_into_backfill_reads_the_archive(world):
+    world.live(1, 2, 61, run_id="day")
 
     report = world.run("day", of_minutes(0, 60)).all()
 
-    assert report["balanced"]
-    assert report["totals"]["acked"] == 5
+    assert balanced(report)["acked"] == 5
     assert report["source"]["kind"] == "archive"
-    assert sorted(each["source"] for each in world.sink("day")) == ["archive", "live"]
+    assert sorted(batch["source"] for batch in world.sink("day")) == ["archive", "live"]
 
 
-def test_a_live_run_that_failed_and_that_airflow_makes_a_backfill_gives_back_what_it_held(
-    world: World,
-) -> None:
+def test_failed_live_run_turned_into_backfill_releases_its_messages(world):
     # Given an archive, and a scheduled run that failed after it had taken a message
-    world.minutes(1, 2)
-    world.run("before").all()
+    world.live(1, 2, run_id="before")
     world.minutes(3)
     world.run("day").process()
 
-    # When Airflow reprocesses what failed
+    # When Airflow reprocesses the failed interval
     report = world.run("day", of_minutes(0, 60)).all()
 
     # Then it reads the archive, and the message is in the queue again
     assert report["balanced"]
     assert report["source"]["kind"] == "archive"
     assert world.rows("day") == [1, 2]
-    with world.queue() as queue:
-        assert queue.depth()[0] == 1
+    assert world.depth()[0] == 1
     world.run("next").all()
     assert world.rows("next") == [3]
     assert look(world.archive).messages == 3

@@ -1,10 +1,9 @@
-"""``airflow-broadway archive``: what is kept is listed, shown, taken in and out, and removed."""
+"""``airflow-broadway archive`` lists, shows, exports, imports and removes messages."""
 
 from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +18,7 @@ NINE_TO_TEN = ("--start", "2013-01-01T09:00:00Z", "--end", "2013-01-01T10:00:00"
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path):
     return World(tmp_path)
 
 
@@ -30,41 +29,38 @@ class Command:
         self.printed = ""
 
     def __call__(self, action: str, *arguments: str) -> tuple[int, str]:
-        about = ("--pipeline-name", "Minutes", "--staging", self.world.store.uri)
-        done = ran(self.capsys, "archive", action, *about, *arguments)
-        self.printed = done.out
-        return done.code, done.out + done.err
+        pipeline_flags = ("--pipeline-name", "Minutes", "--staging", self.world.store.uri)
+        code = main(["archive", action, *pipeline_flags, *arguments])
+        self.printed, err = self.capsys.readouterr()
+        return code, self.printed + err
 
     def json(self, action: str, *arguments: str) -> Any:
         self.capsys.readouterr()
-        code, said = self(action, "--json", *arguments)
-        assert code == 0, said
+        code, output = self(action, "--json", *arguments)
+        assert code == 0, output
         return json.loads(self.printed)
 
 
 @pytest.fixture
-def run(world: World, capsys: pytest.CaptureFixture[str]) -> Command:
+def run(world, capsys):
     return Command(world, capsys)
 
 
-def test_it_is_listed_by_day_and_hour_and_shown_in_order(world: World, run: Command) -> None:
+def test_list_groups_by_day_and_hour_and_show_is_in_order(world, run):
     world.store.root_id()
     assert run("list")[0] == 2  # no pipeline of this name has run
-    world.minutes(3, 1, 61)
-    world.run("live").all()
+    world.live(3, 1, 61)
 
     assert run.json("list") == [{"time": "2013-01-01", "hours": 2, "files": 2, "messages": 3}]
-    assert [each["messages"] for each in run.json("list", "--hours")] == [2, 1]
-    assert [each["messages"] for each in run.json("list", *NINE_TO_TEN)] == [2]
-    shown = run.json("show", *NINE_TO_TEN)
-    assert [json.loads(each["payload"])["minute"] for each in shown] == [1, 3]
+    assert [row["messages"] for row in run.json("list", "--hours")] == [2, 1]
+    assert [row["messages"] for row in run.json("list", *NINE_TO_TEN)] == [2]
+    rows = run.json("show", *NINE_TO_TEN)
+    assert [json.loads(row["payload"])["minute"] for row in rows] == [1, 3]
     assert "These are the first 1" in run("show", "--limit", "1", *NINE_TO_TEN)[1]
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_a_file_is_imported_once_and_run_like_what_was_received(
-    world: World, run: Command, tmp_path: Path, kind: str
-) -> None:
+def test_imported_file_is_processed_like_received_messages(world, run, tmp_path, kind):
     rows = [{"at": (NINE + timedelta(minutes=n)).isoformat(), "minute": n} for n in (5, 4)]
     path = tmp_path / f"flights.{kind}"
     if kind == "csv":
@@ -79,22 +75,22 @@ def test_a_file_is_imported_once_and_run_like_what_was_received(
 
     report = world.backfill("again")
     assert report["totals"]["acked"] == 2
-    assert [int(each) for each in world.rows("again")] == [4, 5]
+    assert [int(row) for row in world.rows("again")] == [4, 5]
 
 
-def test_payload_and_id_are_columns_of_the_file(world: World, run: Command, tmp_path: Path) -> None:
+def test_payload_and_id_are_columns_of_the_file(world, run, tmp_path):
     path = tmp_path / "own.jsonl"
     payload = json.dumps({"minute": 7})
     path.write_text(json.dumps({"key": "m7", "t": NINE.timestamp(), "body": payload}) + "\n")
 
     run.json("import", str(path), "--time", "t", "--payload", "body", "--id", "key")
 
-    [shown] = run.json("show", *NINE_TO_TEN)
-    assert (shown["message_id"], shown["payload"]) == ("m7", payload)
+    [rows] = run.json("show", *NINE_TO_TEN)
+    assert (rows["message_id"], rows["payload"]) == ("m7", payload)
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "said"),
+    ("text", "arguments", "error"),
     [
         ('{"a": 1}', ("--time", "at"), "row 1 has no column 'at'; it has ['a']"),
         ('{"at": ""}', ("--time", "at"), "row 1 has nothing in the column 'at'"),
@@ -104,9 +100,9 @@ def test_payload_and_id_are_columns_of_the_file(world: World, run: Command, tmp_
         ("", ("--time", "at"), "has no rows"),
     ],
 )
-def test_a_file_whose_columns_do_not_fit_is_one_sentence_and_nothing_is_imported(
-    world: World, run: Command, tmp_path: Path, text: str, arguments: tuple[str, ...], said: str
-) -> None:
+def test_file_with_unsuitable_columns_is_refused_whole(
+    world, run, tmp_path, text, arguments, error
+):
     good = json.dumps({"at": NINE.isoformat()}) + "\n" if text.startswith('{"at"') else ""
     path = tmp_path / "odd.jsonl"
     path.write_text(f"{text}\n{good}" if text else "")
@@ -114,12 +110,12 @@ def test_a_file_whose_columns_do_not_fit_is_one_sentence_and_nothing_is_imported
     code, out = run("import", str(path), *arguments)
 
     assert code == 2
-    assert said in out
+    assert error in out
     assert look(world.archive).messages == 0
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "error"),
     [
         ("latin.csv", "at,who\n2013-01-01,J\xfcrgen\n".encode("latin-1"), "is no text in UTF-8"),
         ("latin.jsonl", '{"at": "J\xfcrgen"}\n'.encode("latin-1"), "is no text in UTF-8"),
@@ -133,23 +129,19 @@ def test_a_file_whose_columns_do_not_fit_is_one_sentence_and_nothing_is_imported
         ("early.jsonl", b'{"at": "0001-01-01T00:00:00+05:00"}', "is not a timestamp"),
     ],
 )
-def test_a_file_that_cannot_be_read_as_it_is_said_to_be_is_one_sentence(
-    world: World, run: Command, tmp_path: Path, name: str, data: bytes, said: str
-) -> None:
+def test_unreadable_file_is_refused_with_one_sentence(world, run, tmp_path, name, data, error):
     path = tmp_path / name
     path.write_bytes(data)
 
     code, out = run("import", str(path), "--time", "at")
 
     assert code == 2
-    assert said in out
+    assert error in out
     assert "nothing was imported" in out
     assert look(world.archive).messages == 0
 
 
-def test_a_file_of_a_spreadsheet_and_ids_that_are_no_unicode_are_imported(
-    world: World, run: Command, tmp_path: Path
-) -> None:
+def test_byte_order_mark_and_lone_surrogates_are_imported(world, run, tmp_path):
     sheet, odd = tmp_path / "sheet.csv", tmp_path / "odd.jsonl"
     sheet.write_bytes(b"\xef\xbb\xbfat,minute\r\n2013-01-01T09:00:00Z,1\r\n")
     odd.write_text('{"at": "2013-01-01T09:01:00Z", "id": "half \\ud83d"}\n')
@@ -157,7 +149,7 @@ def test_a_file_of_a_spreadsheet_and_ids_that_are_no_unicode_are_imported(
     run.json("import", str(sheet), "--time", "at")
     run.json("import", str(odd), "--time", "at", "--id", "id")
 
-    assert [each["message_id"] for each in run.json("show", *NINE_TO_TEN)][1] == "half \\ud83d"
+    assert [row["message_id"] for row in run.json("show", *NINE_TO_TEN)][1] == "half \\ud83d"
 
 
 @pytest.mark.parametrize(
@@ -173,9 +165,7 @@ def test_a_file_of_a_spreadsheet_and_ids_that_are_no_unicode_are_imported(
         ("2013-01-01T04:00:00-05:00", NINE),
     ],
 )
-def test_a_spreadsheet_may_say_its_times_as_seconds_or_by_iso_8601(
-    world: World, run: Command, tmp_path: Path, written: str, read: datetime
-) -> None:
+def test_csv_timestamps_are_seconds_or_iso_8601(world, run, tmp_path, written, read):
     sheet = tmp_path / "sheet.csv"
     sheet.write_text(f"at,minute\n{written},1\n")
 
@@ -183,10 +173,10 @@ def test_a_spreadsheet_may_say_its_times_as_seconds_or_by_iso_8601(
 
     hour = read.replace(minute=0, second=0, microsecond=0)
     around = ("--start", hour.isoformat(), "--end", (hour + timedelta(hours=1)).isoformat())
-    assert [each["time"] for each in run.json("show", *around)] == [read.isoformat()]
+    assert [row["time"] for row in run.json("show", *around)] == [read.isoformat()]
 
 
-def test_odd_files_are_refused(world: World, run: Command, tmp_path: Path) -> None:
+def test_odd_files_are_refused(world, run, tmp_path):
     csv, other = tmp_path / "odd.csv", tmp_path / "odd.txt"
     csv.write_text("at,minute\n2013-01-01\n")
     other.write_text("x")
@@ -198,9 +188,8 @@ def test_odd_files_are_refused(world: World, run: Command, tmp_path: Path) -> No
     assert "cannot be read" in run("import", str(tmp_path / "none.csv"), "--time", "at")[1]
 
 
-def test_what_is_exported_can_be_imported(world: World, run: Command, tmp_path: Path) -> None:
-    world.minutes(3, 1, 61)
-    world.run("live").all()
+def test_exported_file_can_be_imported(world, run, tmp_path):
+    world.live(3, 1, 61)
     lines, parquet = tmp_path / "out.jsonl", tmp_path / "out.parquet"
 
     assert run.json("export", str(lines), *NINE_TO_TEN)["messages"] == 2
@@ -215,12 +204,12 @@ def test_what_is_exported_can_be_imported(world: World, run: Command, tmp_path: 
     run.json("import", str(parquet), *columns)
     other.backfill("again")
     world.backfill("again")
-    assert [each["batch_id"] for each in other.sink("again")] == [
-        each["batch_id"] for each in world.sink("again")
+    assert [batch["batch_id"] for batch in other.sink("again")] == [
+        batch["batch_id"] for batch in world.sink("again")
     ]
 
 
-def test_what_failed_in_a_backfill_is_listed_with_its_reason(world: World, run: Command) -> None:
+def test_backfill_failures_are_listed_with_reason(world, run):
     world.send({"minute": 1, "fails": "process"})
     for run_id in ("one", "two"):
         world.run(run_id).all()
@@ -233,9 +222,8 @@ def test_what_failed_in_a_backfill_is_listed_with_its_reason(world: World, run: 
     assert "sour" in run("failed")[1]
 
 
-def test_what_is_purged_is_gone_and_told(world: World, run: Command) -> None:
-    world.minutes(1, 2, 61)
-    world.run("live").all()
+def test_purge_removes_hours_and_is_reported(world, run):
+    world.live(1, 2, 61)
     odd = ("--start", "2013-01-01T09:00:00Z", "--end", "2013-01-01T09:30:00Z")
 
     assert "use --yes to remove" in run("purge", *NINE_TO_TEN)[1]
@@ -250,10 +238,9 @@ def test_what_is_purged_is_gone_and_told(world: World, run: Command) -> None:
     assert world.archive.list("index") == []
 
 
-def test_hours_past_their_time_are_removed_by_a_later_run(tmp_path: Path) -> None:
+def test_expired_hours_are_removed_by_a_later_run(tmp_path):
     world = World(tmp_path, archive={"keep": 3600.0})
-    world.minutes(1)
-    world.run("live").all()
+    world.live(1)
     assert look(world.archive).messages == 1
 
     world.run("later").process()
@@ -264,16 +251,14 @@ def test_hours_past_their_time_are_removed_by_a_later_run(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         (("--start", "noon", "--end", "2013-01-01"), "--start: expected a timestamp in ISO 8601"),
         (("--start", "2013-01-02", "--end", "2013-01-01"), "is to be before --end"),
     ],
 )
-def test_an_interval_that_is_none_is_refused(
-    world: World, run: Command, arguments: tuple[str, ...], said: str
-) -> None:
+def test_invalid_interval_is_refused(world, run, arguments, error):
     world.minutes(1)
     world.run("live").process()
     code, out = run("show", *arguments)
-    assert (code, said in out) == (2, True)
+    assert (code, error in out) == (2, True)

@@ -1,4 +1,4 @@
-"""When it is told that a backlog has reached its bounds, and which run serves that."""
+"""Events of a backlog that reaches its bounds, and the run that serves them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class World:
         self.watch = self.another()
 
     def another(self) -> BacklogWatch:
-        """What another triggerer has."""
+        """The watch of another triggerer."""
         return BacklogWatch(
             bounds=self.bounds,
             look=self._depth,
@@ -71,50 +71,50 @@ class World:
         return depth(self.ready, self.age)
 
     def looks(self, number: int = 1) -> list[dict[str, Any]]:
-        """What so many looks tell, one after the other."""
-        told = []
+        """The events of this number of looks."""
+        events = []
         for _ in range(number):
-            found, self.wait = self.watch.step()
+            event, self.wait = self.watch.step()
             self.clock.advance(self.wait)
-            told += [found] if found is not None else []
-        return told
+            events += [event] if event is not None else []
+        return events
 
 
 @pytest.fixture
-def world() -> World:
+def world():
     return World(backlog(min_messages=10, max_age=60.0, poke_interval=INTERVAL))
 
 
 # -- one event a crossing ------------------------------------------------------------------------
 
 
-def test_a_crossing_is_told_once_with_how_much_and_how_old(world: World) -> None:
+def test_crossing_is_reported_once_with_depth_and_age(world):
     world.ready = 9
     assert world.looks(3) == []
 
     world.ready, world.age = 10, 5.0
-    [told] = world.looks(3)
+    [events] = world.looks(3)
 
-    assert told["reason"] == "10 messages (min_messages=10)"
-    assert (told["ready"], told["oldest_age"], told["told"]) == (10, 5.0, 1)
-    assert told["at"] == told["crossing"] == "2026-01-01T00:00:30+00:00"
+    assert events["reason"] == "10 messages (min_messages=10)"
+    assert (events["ready"], events["oldest_age"], events["told"]) == (10, 5.0, 1)
+    assert events["at"] == events["crossing"] == "2026-01-01T00:00:30+00:00"
 
 
-def test_one_old_message_is_a_crossing(world: World) -> None:
+def test_one_old_message_is_a_crossing(world):
     world.ready, world.age = 1, 59.0
     assert world.looks() == []
     world.age = 60.0
-    assert [told["reason"] for told in world.looks()] == ["the oldest since 60 s (max_age=60)"]
+    assert [event["reason"] for event in world.looks()] == ["the oldest since 60 s (max_age=60)"]
 
 
-def test_only_what_a_run_could_receive_now_counts() -> None:
+def test_only_ready_messages_count():
     others = QueueDepth(ready=2, delayed=50, leased=50, dead=50, oldest_age=9.0)
     assert reasons(backlog(min_messages=3), others) == []
     none = others._replace(ready=0)
     assert reasons(backlog(min_messages=1, max_age=1.0), none) == []
 
 
-def test_it_is_armed_again_when_the_backlog_fell(world: World) -> None:
+def test_watch_rearms_when_the_backlog_falls(world):
     world.ready = 10
     assert len(world.looks(2)) == 1
     world.ready = 3
@@ -123,9 +123,7 @@ def test_it_is_armed_again_when_the_backlog_fell(world: World) -> None:
     assert len(world.looks(2)) == 1
 
 
-def test_it_is_armed_again_when_a_run_was_made_and_waits_while_that_is_at_work(
-    world: World,
-) -> None:
+def test_watch_rearms_after_a_run_and_waits_while_it_is_active(world):
     world.ready = 10
     assert len(world.looks()) == 1
     # A run is at work, and has not taken anything yet
@@ -136,9 +134,7 @@ def test_it_is_armed_again_when_a_run_was_made_and_waits_while_that_is_at_work(
     assert len(world.looks(3)) == 1
 
 
-def test_a_dag_that_may_have_several_runs_gets_another_while_the_backlog_stays(
-    world: World,
-) -> None:
+def test_further_runs_start_up_to_max_runs_while_backlog_stays(world):
     world.max_runs = 2
     world.watch = world.another()
     world.ready = 10
@@ -149,7 +145,7 @@ def test_a_dag_that_may_have_several_runs_gets_another_while_the_backlog_stays(
     assert world.looks(5) == []
 
 
-def test_where_looks_are_behind_a_run_that_has_ended_leads_to_no_empty_ones(world: World) -> None:
+def test_stale_depth_after_a_run_starts_no_empty_run(world):
     # Given a broker whose numbers are a minute old
     world.watch = world.another()
     world.watch.lag = 60.0
@@ -158,59 +154,55 @@ def test_where_looks_are_behind_a_run_that_has_ended_leads_to_no_empty_ones(worl
     world.runs = Runs(open=1, ever=1)
     assert world.looks(10) == []
 
-    # When the run has ended, and what it took is counted still
+    # When the run has ended, and its messages are still counted
     world.runs = Runs(open=0, ever=1)
     assert world.looks(6) == []
 
-    # Then what is counted after that minute is there
+    # Then messages that are counted after that minute remain
     assert len(world.looks(2)) == 1
 
 
 # -- nothing is lost -----------------------------------------------------------------------------
 
 
-def test_what_led_to_no_run_is_told_again_later_each_time(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unserved_crossing_is_repeated_with_backoff(world, caplog):
     world.ready = 10
     first, *again = world.looks(round(7 * REPEAT / INTERVAL))
 
     # after 60 seconds, and 120 more
-    assert [told["told"] for told in again] == [2, 3]
-    assert {told["crossing"] for told in again} == {first["crossing"]}
+    assert [event["told"] for event in again] == [2, 3]
+    assert {event["crossing"] for event in again} == {first["crossing"]}
     assert "reported 2 times by now.  Is the Dag paused" in caplog.text
 
 
-def test_at_its_cap_it_waits_and_tells_when_a_run_has_ended(world: World) -> None:
+def test_event_follows_the_end_of_the_run_at_max_runs(world):
     world.ready, world.runs = 10, Runs(open=1, ever=1)
     assert world.looks(20) == []
     world.runs = Runs(open=0, ever=1)
     assert len(world.looks(2)) == 1
 
 
-def test_at_its_cap_for_long_it_tells_and_airflow_keeps_the_event(world: World) -> None:
+def test_event_is_sent_after_max_hold_at_max_runs(world):
     # A backfill, say, which nothing tells from other runs
     world.ready, world.runs = 10, Runs(open=1, ever=1)
-    told = world.looks(round(MAX_HOLD / INTERVAL) + 1)
-    assert len(told) == 1
+    events = world.looks(round(MAX_HOLD / INTERVAL) + 1)
+    assert len(events) == 1
     assert len(world.looks(round(MAX_HOLD / INTERVAL) - 1)) == 0
 
 
-def test_a_run_that_is_deleted_arms_nothing_and_hides_no_new_one(world: World) -> None:
+def test_deleted_run_neither_rearms_nor_hides_a_new_one(world):
     world.ready, world.runs = 10, Runs(open=0, ever=5)
     assert len(world.looks()) == 1
     world.runs = Runs(open=0, ever=2)
     assert world.looks() == []
-    world.runs = Runs(open=0, ever=3)  # less than at first, and yet one was made
+    world.runs = Runs(open=0, ever=3)  # fewer than at first, although one was created
     assert len(world.looks()) == 1
 
 
-# -- what goes wrong -----------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------
 
 
-def test_a_broker_that_is_away_is_looked_at_later_each_time_and_tells_nothing(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unavailable_broker_is_polled_with_backoff(world, caplog):
     world.ready, world.error = 10, ProducerError("amqp://guest:secret@broker is away")
     waits = []
     for _ in range(8):
@@ -225,12 +217,10 @@ def test_a_broker_that_is_away_is_looked_at_later_each_time_and_tells_nothing(
     assert world.wait == INTERVAL
 
 
-def test_a_database_that_is_away_when_the_runs_are_asked_for_loses_no_crossing(
-    world: World,
-) -> None:
+def test_unavailable_database_loses_no_crossing(world):
     answers: list[Runs | Exception] = [OSError("away"), Runs(0, 0)]
 
-    def runs() -> Runs:
+    def runs():
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -242,28 +232,24 @@ def test_a_database_that_is_away_when_the_runs_are_asked_for_loses_no_crossing(
     assert len(world.looks()) == 1
 
 
-def test_an_age_that_is_not_known_is_said_once_and_is_no_reason(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_age_is_logged_once_and_is_no_reason(world, caplog):
     world.ready, world.age = 9, None
     assert world.looks(3) == []
     assert caplog.text.count("The age of the oldest message is not known") == 1
 
     world.ready = 10
-    [told] = world.looks()
-    assert told["oldest_age"] is None
+    [events] = world.looks()
+    assert events["oldest_age"] is None
     assert reasons(backlog(max_age=0.001), depth(5)) == []
 
 
-def test_of_an_empty_queue_no_age_is_missed(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_empty_queue_needs_no_age(world, caplog):
     world.age = None
     assert world.looks(2) == []
     assert caplog.text == ""
 
 
-def test_a_broker_that_does_not_say_is_said_once(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_depth_is_logged_once(world, caplog):
     caplog.set_level(logging.INFO)
     world.watch.look = lambda: None
     assert world.looks(3) == []
@@ -286,7 +272,7 @@ def shard(index: int) -> dict[str, Any]:
 
 @options
 class Addressed(Producer):
-    """A producer of somebody's own, which takes whatever it is given."""
+    """A user's producer with any options."""
 
     address: Any = option(default=None, rule=Rule("anything", lambda _: True), doc="Where.")
 
@@ -306,8 +292,8 @@ PRODUCERS: list[Producer] = [
 ]
 
 
-@pytest.mark.parametrize("producer", PRODUCERS, ids=lambda each: each.kind)
-def test_what_is_stored_has_all_that_a_look_goes_by(producer: Producer) -> None:
+@pytest.mark.parametrize("producer", PRODUCERS, ids=lambda producer: producer.kind)
+def test_stored_queues_keep_the_options_of_a_look(producer):
     text = WatchedQueues("orders", producer.shards()).dumps()
     [loaded] = WatchedQueues.loads(text).producers
 
@@ -326,13 +312,13 @@ def test_what_is_stored_has_all_that_a_look_goes_by(producer: Producer) -> None:
     assert type(loaded) is type(producer)
 
 
-def test_each_shard_is_watched_and_no_function_is_stored() -> None:
+def test_each_shard_is_watched_and_no_function_is_stored():
     producer = RabbitMQProducer(
         queue="orders", conn_id="q", on_failure="retry", concurrency=3, merge_options=shard
     )
     text = WatchedQueues("orders", producer.shards()).dumps()
-    found = [getattr(each, "queue") for each in WatchedQueues.loads(text).producers]  # noqa: B009
-    assert found == ["orders-0", "orders-1", "orders-2"]
+    queues = [getattr(producer, "queue") for producer in WatchedQueues.loads(text).producers]  # noqa: B009
+    assert queues == ["orders-0", "orders-1", "orders-2"]
 
 
 @pytest.mark.parametrize(
@@ -351,13 +337,13 @@ def test_each_shard_is_watched_and_no_function_is_stored() -> None:
     ],
     ids=["address", "setting", "object", "template"],
 )
-def test_a_secret_or_a_template_is_refused(producer: Producer, error: str) -> None:
+def test_secret_or_template_is_refused(producer, error):
     with pytest.raises(OptionsError, match=error) as raised:
         WatchedQueues("orders", producer.shards()).dumps()
     assert "hidden" not in str(raised.value)
 
 
-def test_a_producer_that_the_triggerer_cannot_import_is_refused() -> None:
+def test_producer_that_is_not_importable_is_refused():
     @options
     class Local(Producer):
         """A producer of a function."""
@@ -371,11 +357,11 @@ def test_a_producer_that_the_triggerer_cannot_import_is_refused() -> None:
 
 @options
 class Fixed(Producer):
-    """A producer that tells what it is told to."""
+    """A producer with a fixed depth."""
 
     def depth(self, env: ProducerEnv) -> QueueDepth | None:
-        found = {1: depth(5, 3.0), 2: depth(0), 3: depth(2), 4: depth(7, 9.0)}
-        return found.get(self.concurrency)
+        depths = {1: depth(5, 3.0), 2: depth(0), 3: depth(2), 4: depth(7, 9.0)}
+        return depths.get(self.concurrency)
 
 
 @pytest.mark.parametrize(
@@ -387,15 +373,13 @@ class Fixed(Producer):
         ([1, 5], None),  # one does not say
     ],
 )
-def test_the_queues_of_a_pipeline_count_together(
-    shards: list[int], together: QueueDepth | None
-) -> None:
+def test_depths_of_a_pipelines_queues_are_added(shards, together):
     queues = WatchedQueues("orders", [Fixed(concurrency=number) for number in shards])
     assert queues.depth(ProducerEnv()) == together
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("bounds", "error"),
     [
         ({}, r"required option 'Backlog\.min_messages' not found"),
         ({"min_messages": 0}, r"Backlog\.min_messages': expected a positive integer"),
@@ -405,9 +389,9 @@ def test_the_queues_of_a_pipeline_count_together(
         ({"min_messages": "{{ n }}"}, r"Backlog\.min_messages': expected no template"),
     ],
 )
-def test_each_bound_is_checked_with_one_error(given: dict[str, Any], error: str) -> None:
+def test_each_bound_is_checked_with_one_error(bounds, error):
     with pytest.raises(OptionsError, match=error):
-        backlog(**given)
+        backlog(**bounds)
 
 
 # -- which run serves ----------------------------------------------------------------------------
@@ -418,9 +402,7 @@ def staged(folder: Path, run_id: str) -> StagedRun:
     return StagedRun(store, pipeline="orders", dag_id="d", run_id=run_id)
 
 
-def test_two_triggerers_tell_one_crossing_and_the_second_run_says_which_served_it(
-    tmp_path: Path, world: World
-) -> None:
+def test_second_run_of_one_crossing_is_skipped_with_reason(tmp_path, world):
     # Given two triggerers that see the same crossing
     world.ready = 10
     [first] = world.looks()
@@ -428,18 +410,16 @@ def test_two_triggerers_tell_one_crossing_and_the_second_run_says_which_served_i
     [second] = world.looks()
     assert first["at"] != second["at"]
 
-    # When the event of each has started a run
+    # When both events have started a run
     assert claim_events(staged(tmp_path, "one"), [first], world.clock) is None
-    told = claim_events(staged(tmp_path, "two"), [second], world.clock)
+    reason = claim_events(staged(tmp_path, "two"), [second], world.clock)
 
     # Then the second ends, and says why
-    assert told is not None
-    assert "10 messages (min_messages=10).  The run one began at 2026-01-01T00:00:20" in told
+    assert reason is not None
+    assert "10 messages (min_messages=10).  The run one began at 2026-01-01T00:00:20" in reason
 
 
-def test_a_later_event_is_served_and_so_are_the_other_tasks_of_a_run(
-    tmp_path: Path, world: World
-) -> None:
+def test_later_event_and_mapped_siblings_are_served(tmp_path, world):
     world.ready = 10
     [first] = world.looks()
     assert claim_events(staged(tmp_path, "one"), [first], world.clock) is None
@@ -452,12 +432,12 @@ def test_a_later_event_is_served_and_so_are_the_other_tasks_of_a_run(
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"run_id": 1}', '{"run_id": "x", "at": "never"}'])
-def test_a_mark_that_is_damaged_stops_no_run(tmp_path: Path, world: World, text: str) -> None:
+def test_damaged_mark_stops_no_run(tmp_path, world, text):
     world.ready = 10
-    told = world.looks()
+    events = world.looks()
     run = staged(tmp_path, "one")
     mark = tmp_path / "orders" / "d" / "_events" / "served.json"
     mark.parent.mkdir(parents=True)
     mark.write_text(text)
-    assert claim_events(run, told, world.clock) is None
+    assert claim_events(run, events, world.clock) is None
     assert json.loads(mark.read_text())["run_id"] == "one"

@@ -1,4 +1,4 @@
-"""What could settle a message wrongly, or leave it held, on the way through a run's tasks."""
+"""Faults in a run's tasks that could settle a message wrongly, or never."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import threading
 from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
 from airflow_broadway import Batcher, Message, RetryPolicy
-from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import (
     LeaseLapsed,
@@ -32,16 +30,15 @@ from airflow_broadway.runs.tasks import send_depth
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.plan_choice import Recorded
-from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.settling.journal import record_settled
 from airflow_broadway.staging.settling.settlement import build_settlement
 from airflow_broadway.staging.writer import ProcessWriter
 from airflow_broadway.testing import ManualClock
-from tests.unit.runs.steps import Point, Run, Sums, dies
+from tests.unit.runs.steps import TEN, Point, Run, Sums, balanced, dies
 
 
 class Mute(Exception):
-    """An exception that cannot even say what it is."""
+    """An exception whose text raises."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -60,36 +57,29 @@ class Speechless(Sums):
         return message.failed(Mute()) if number % 7 == 0 else message
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return [each.failed(Mute()) if each.data % 5 == 0 else each for each in messages]
+        return [
+            message.failed(Mute()) if message.data % 5 == 0 else message for message in messages
+        ]
 
 
-def filled(run: Run, count: int = 10) -> Run:
-    run.send(range(1, count + 1))
-    return run
+def test_reason_without_text_is_still_a_failure(tmp_path):
+    run = Run(tmp_path, pipeline=Speechless, numbers=TEN)
 
-
-def test_a_failure_whose_reason_has_no_text_is_a_failure(tmp_path: Path) -> None:
-    run = filled(Run(tmp_path, pipeline=Speechless))
-
-    run.batch(run.process())
-    report = run.ack()
+    report = run.all()
 
     assert report["balanced"]
     assert run.dead() == [5, 7, 10]
     with run.queue() as queue:
-        assert {each.reason for each in queue.dead_letters()} == {"Mute: (its text cannot be had)"}
+        assert {letter.reason for letter in queue.dead_letters()} == {
+            "Mute: (its text cannot be had)"
+        }
 
 
-def test_a_verdict_that_cannot_be_written_is_told_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_verdict_fails_the_task_and_releases(tmp_path, monkeypatch):
     # Given a disk that refuses the lines of failed messages
-    run = filled(Run(tmp_path))
+    run = Run(tmp_path, numbers=TEN)
 
-    def refused(*_: object, **__: object) -> None:
-        raise StagingError("no room")
-
-    monkeypatch.setattr(ProcessWriter, "entries", refused)
+    monkeypatch.setattr(ProcessWriter, "entries", mock.Mock(side_effect=StagingError("no room")))
 
     # Then that is the error, and everything went back
     with pytest.raises(StagingError, match="no room"):
@@ -97,14 +87,12 @@ def test_a_verdict_that_cannot_be_written_is_told_as_it_is(
     assert run.depth() == (10, 0, 0, 0)
 
 
-def test_a_batch_whose_verdicts_cannot_be_kept_has_no_outcome(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_without_stored_verdicts_has_no_outcome(tmp_path, monkeypatch):
     # Given failures that cannot be judged
-    run = filled(Run(tmp_path))
+    run = Run(tmp_path, numbers=TEN)
     reference = run.process()
 
-    def broken(*_: object, **__: object) -> Any:
+    def broken(*_, **__):
         raise RuntimeError("no verdict")
 
     monkeypatch.setattr("airflow_broadway.core.custody.acknowledger.RunAcknowledger.ack", broken)
@@ -122,33 +110,31 @@ def test_a_batch_whose_verdicts_cannot_be_kept_has_no_outcome(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_lease_renewed_while_messages_were_handled_is_published_as_it_is_then(
-    tmp_path: Path,
-) -> None:
+def test_renewed_lease_is_published(tmp_path):
     # Given messages that take longer to handle than their lease lasts, so that it is renewed
     renewed = threading.Event()
 
     class Slow(Sums):
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             assert renewed.wait(10)
             return message.put_data(int(message.data))
 
     class Telling(SqliteProducer):
-        def custodian(self, env: ProducerEnv) -> Any:
-            made = super().custodian(env)
-            renew = made.renew
+        def custodian(self, env):
+            wrapped = super().custodian(env)
+            renew = wrapped.renew
 
-            def told(lease: Lease) -> Lease | None:
-                held = renew(lease)
-                assert held is not None
+            def recorded(lease):
+                renewed_lease = renew(lease)
+                assert renewed_lease is not None
                 renewed.set()
-                return replace(held, deadline=held.deadline + timedelta(hours=1))
+                return replace(renewed_lease, deadline=renewed_lease.deadline + timedelta(hours=1))
 
-            made.renew = told  # type: ignore[method-assign]
-            return made
+            wrapped.renew = recorded  # type: ignore[method-assign]
+            return wrapped
 
     Slow.producer = Telling(queue="sums", path="/replaced", lease=0.2)
-    run = filled(Run(tmp_path, pipeline=Slow))
+    run = Run(tmp_path, pipeline=Slow, numbers=TEN)
 
     reference = run.process()
 
@@ -157,17 +143,15 @@ def test_a_lease_renewed_while_messages_were_handled_is_published_as_it_is_then(
     assert lease.deadline > datetime.now(UTC) + timedelta(minutes=50)
 
 
-def test_a_sensor_outlasts_a_broker_and_a_disk_that_are_away_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = filled(Run(tmp_path))
+def test_sensor_survives_unavailable_broker_and_disk(tmp_path, monkeypatch, caplog):
+    run = Run(tmp_path, numbers=TEN)
     run.process()
     watcher = run.watcher()
 
-    def away(*_: object, **__: object) -> Any:
+    def away(*_, **__):
         raise ProducerUnavailable("locked")
 
-    def full(*_: object, **__: object) -> Any:
+    def full(*_, **__):
         raise StagingError("no room")
 
     # When neither the heartbeat can be written nor the lease renewed
@@ -179,15 +163,15 @@ def test_a_sensor_outlasts_a_broker_and_a_disk_that_are_away_for_a_while(
         watcher.heartbeat.beat()
         watcher.renew()
 
-    # Then that is told, and no more: a lease outlasts several renewals
+    # Then it is only logged: a lease outlasts several renewals
     assert "locked" in caplog.text
     assert "no room" in caplog.text
     watcher.close()
 
 
-def test_a_stand_in_looks_after_the_generations_of_its_own_batches_alone(tmp_path: Path) -> None:
+def test_stand_in_settles_only_generations_of_its_own_batches(tmp_path):
     # Given two task groups of one pipeline in a run, on two queues
-    run = filled(Run(tmp_path))
+    run = Run(tmp_path, numbers=TEN)
     other = Run(tmp_path)
     other.pipeline = Sums(
         producer={"path": str(tmp_path / "other.db")}, context={"calls": other.calls_path}
@@ -214,17 +198,15 @@ def test_a_stand_in_looks_after_the_generations_of_its_own_batches_alone(tmp_pat
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_generation_that_cannot_be_settled_is_in_no_others_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsettleable_generation_does_not_block_others(tmp_path, monkeypatch):
     # Given two producers' messages, of which the broker refuses to settle the first's
-    run = filled(Run(tmp_path))
+    run = Run(tmp_path, numbers=TEN)
     first = run.process(max_messages=5)
     second = run.process(index=1)
     run.batch(first, second)
     settle = SqliteQueue.settle
 
-    def refuses(self: SqliteQueue, generation: str, settlement: Any, **more: Any) -> Any:
+    def refuses(self, generation, settlement, **more):
         if generation == first["generation"]:
             raise ProducerError("no")
         return settle(self, generation, settlement, **more)
@@ -236,13 +218,11 @@ def test_a_generation_that_cannot_be_settled_is_in_no_others_way(
     # Then the other is settled all the same
     assert run.staged.state(second["generation"]) == "settled"
     monkeypatch.undo()
-    assert run.ack()["balanced"]
+    assert balanced(run.ack())
 
 
-def test_it_says_once_what_is_held_and_until_when(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = filled(Run(tmp_path))
+def test_hold_is_logged_once_with_its_deadline(tmp_path, caplog):
+    run = Run(tmp_path, numbers=TEN)
     generation = run.process()["generation"]
     clock = ManualClock()
     [record] = run.staged.generations()
@@ -250,21 +230,21 @@ def test_it_says_once_what_is_held_and_until_when(
     until = clock.now() + timedelta(hours=1)
 
     # When a sensor looks for the whole hour
-    held = []
+    holds = []
     for _ in range(361):
-        held.append(hold.is_on(3600.0, ["handle_batches"], [record]))
+        holds.append(hold.is_on(3600.0, ["handle_batches"], [record]))
         clock.advance(10.0)
 
-    # Then it holds until the hour is over, and has said so in one line
-    assert held == [True] * 360 + [False]
-    [line] = [each for each in caplog.messages if "stay held" in each]
+    # Then it waits for an hour, and logs it once
+    assert holds == [True] * 360 + [False]
+    [line] = [message for message in caplog.messages if "stay held" in message]
     assert f"until {until:%Y-%m-%d %H:%M:%S} UTC" in line
     assert f"process[0] ({generation})" in line
 
 
-def test_a_run_whose_sum_is_not_right_is_on_no_list_of_runs_to_remove(tmp_path: Path) -> None:
+def test_unbalanced_run_is_not_marked_for_removal(tmp_path):
     # Given a run that received three messages, and a journal that knows of two
-    run = filled(Run(tmp_path), 3)
+    run = Run(tmp_path, numbers=range(1, 4))
     run.batch(run.process())
     [record] = run.staged.generations()
     record_settled(run.staged, record, SettleReport(acked=2))
@@ -274,16 +254,16 @@ def test_a_run_whose_sum_is_not_right_is_on_no_list_of_runs_to_remove(tmp_path: 
     assert run.staged.dag.list("_balanced") == []
 
 
-def test_the_time_of_holding_begins_with_each_failure_anew(tmp_path: Path) -> None:
-    # Given a run held after a failure, which somebody mended
-    run = filled(Run(tmp_path))
+def test_hold_restarts_with_each_failure(tmp_path):
+    # Given a run that waits after a failure, which was fixed
+    run = Run(tmp_path, numbers=TEN)
     run.process()
     clock = ManualClock()
     staged = copy(run.staged)
     staged.clock = clock
     watcher = RunWatcher(staged, run.pipeline)
 
-    def look(*failed: str) -> Any:
+    def look(*failed):
         return watcher.look(over=bool(failed), failed=failed, hold_failed=3600.0)
 
     assert look("handle_batches") is None
@@ -293,7 +273,7 @@ def test_the_time_of_holding_begins_with_each_failure_anew(tmp_path: Path) -> No
     # When it fails again much later
     clock.advance(86_400.0)
 
-    # Then it is held for the whole time again
+    # Then it waits for the whole time again
     assert look("handle_batches") is None
     clock.advance(3601.0)
     assert look("handle_batches")["totals"]["released"]
@@ -308,10 +288,8 @@ class Plain(Sums):
     """A pipeline that a task can name."""
 
 
-def test_old_files_that_cannot_be_removed_are_in_no_runs_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: object, **__: object) -> Any:
+def test_unremovable_old_files_fail_no_run(tmp_path, monkeypatch):
+    def refused(*_, **__):
         raise StagingError("may not delete")
 
     monkeypatch.setattr("airflow_broadway.runs.sweep.sweep_retention", refused)
@@ -319,17 +297,15 @@ def test_old_files_that_cannot_be_removed_are_in_no_runs_way(
     remove_old_runs(run.staged, run.pipeline)
 
 
-def test_what_the_dead_were_writing_of_the_producers_own_is_removed_in_time(
-    tmp_path: Path,
-) -> None:
+def test_stale_temporary_files_of_producers_are_removed(tmp_path):
     run = Run(tmp_path)
     folder = tmp_path / "staging" / run.pipeline.name / "sqlite" / "some-queue"
     folder.mkdir(parents=True)
     old, young, whole = (folder / name for name in (".tmp-1", ".tmp-2", "notes.json"))
-    for each in (old, young, whole):
-        each.write_text("half")
-    for each in (old, whole):
-        os.utime(each, (0, 0))
+    for path in (old, young, whole):
+        path.write_text("half")
+    for path in (old, whole):
+        os.utime(path, (0, 0))
 
     remove_old_runs(run.staged, run.pipeline)
 
@@ -338,23 +314,18 @@ def test_what_the_dead_were_writing_of_the_producers_own_is_removed_in_time(
     assert whole.exists()
 
 
-def test_a_queue_that_does_not_tell_its_depth_fails_no_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> Any:
-        raise OSError("no route")
-
-    monkeypatch.setattr(SqliteProducer, "depth", broken)
+def test_unknown_depth_fails_no_task(tmp_path, monkeypatch):
+    monkeypatch.setattr(SqliteProducer, "depth", mock.Mock(side_effect=OSError("no route")))
     assert send_depth(Plain(), Ports(), cast("Any", None), Run(tmp_path).staged) is None
 
 
 # --------------------------------------------------------------------------------------------------
-# Messages made anew, and messages dropped
+# Recreated and dropped messages
 # --------------------------------------------------------------------------------------------------
 
 
 class Anew(Sums):
-    """Makes a message anew: with its id, but without what settles it."""
+    """Creates a message with the same id, but without its acknowledger."""
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         number = int(message.data)
@@ -364,15 +335,14 @@ class Anew(Sums):
         return messages
 
 
-def test_a_message_made_anew_fails_alone(tmp_path: Path) -> None:
+def test_recreated_message_fails_alone(tmp_path):
     # It would count as settled already, and its failure in a batch as a success.
-    run = filled(Run(tmp_path, pipeline=Anew))
+    run = Run(tmp_path, pipeline=Anew, numbers=TEN)
 
-    run.batch(run.process())
-    report = run.ack()
+    report = run.all()
 
-    assert report["balanced"]
-    assert (report["totals"]["acked"], report["totals"]["dead_lettered"]) == (9, 1)
+    totals = balanced(report)
+    assert (totals["acked"], totals["dead_lettered"]) == (9, 1)
 
 
 class Forgetful(Sums):
@@ -383,16 +353,20 @@ class Forgetful(Sums):
         return message.failed("three") if message.data == 3 else message
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return [each for each in messages if each.data != 5 or each.ack_immediately() is None]
+        return [
+            message
+            for message in messages
+            if message.data != 5 or message.ack_immediately() is None
+        ]
 
     def handle_failed(self, messages: Any, context: Any) -> Any:
-        for each in messages:
-            each.ack_immediately()
+        for message in messages:
+            message.ack_immediately()
         return []
 
 
-def test_what_was_settled_at_once_is_not_given_back_as_well(tmp_path: Path) -> None:
-    run = filled(Run(tmp_path, pipeline=Forgetful))
+def test_immediately_settled_messages_are_not_released_too(tmp_path):
+    run = Run(tmp_path, pipeline=Forgetful, numbers=TEN)
     reference = run.process()
     run.batch(reference)
 
@@ -403,21 +377,19 @@ def test_what_was_settled_at_once_is_not_given_back_as_well(tmp_path: Path) -> N
 
     assert complete
     assert (list(settlement.entries()), settlement.expected) == ([], 8)
-    assert run.ack()["balanced"]
+    assert balanced(run.ack())
 
 
 class Faithful(Forgetful):
     """Returns it too."""
 
     def handle_failed(self, messages: Any, context: Any) -> Any:
-        return [each.ack_immediately() for each in messages]
+        return [message.ack_immediately() for message in messages]
 
 
 @pytest.mark.parametrize("pipeline", [Forgetful, Faithful])
-def test_what_was_settled_at_once_keeps_the_verdict_that_it_got(
-    tmp_path: Path, pipeline: type[Sums]
-) -> None:
-    run = filled(Run(tmp_path, pipeline=pipeline))
+def test_immediate_settlement_keeps_its_verdict(tmp_path, pipeline):
+    run = Run(tmp_path, pipeline=pipeline, numbers=TEN)
 
     reference = run.process()
 
@@ -429,38 +401,37 @@ def test_what_was_settled_at_once_keeps_the_verdict_that_it_got(
 
 
 @pytest.mark.faults
-def test_what_a_dead_batch_had_settled_at_once_is_accounted_for(tmp_path: Path) -> None:
+def test_immediate_settlement_of_a_dead_batch_is_accounted_for(tmp_path):
     # Given a batch that settles a message at once, and dies before it can say so
-    run = filled(Run(tmp_path, context={"now_in_batch": 3}))
+    run = Run(tmp_path, context={"now_in_batch": 3}, numbers=TEN)
     reference = run.process()
     settle_now = "airflow_broadway.producers.sqlite.queue:SqliteQueue.settle_now"
     dies(lambda: run.batch(reference), Point(settle_now, "after"))
 
-    # When nobody tries it again
+    # When it is not retried
     report = run.ack()
 
     # Then the sum is right, and stays so
-    assert report["balanced"]
-    assert (report["totals"]["acked"], report["totals"]["released"]) == (1, 8)
+    totals = balanced(report)
+    assert (totals["acked"], totals["released"]) == (1, 8)
     assert run.ack()["totals"] == report["totals"]
 
 
 @pytest.mark.faults
-def test_what_a_dead_process_task_had_settled_at_once_is_accounted_for(tmp_path: Path) -> None:
-    run = filled(Run(tmp_path, context={"now": 3}))
+def test_immediate_settlement_of_a_dead_process_task_is_accounted_for(tmp_path):
+    run = Run(tmp_path, context={"now": 3}, numbers=TEN)
     writes = "airflow_broadway.staging.writer:ProcessWriter.close"
     dies(run.process, Point(writes, "before"))
 
     report = run.ack()
 
-    assert report["balanced"]
-    totals = report["totals"]
+    totals = balanced(report)
     assert (totals["received"], totals["acked"], totals["released"]) == (10, 1, 9)
 
 
-def test_a_cleared_process_task_balances_what_it_had_settled_at_once(tmp_path: Path) -> None:
+def test_cleared_process_task_balances_its_immediate_settlement(tmp_path):
     # Given an execution that settled a message at once, and one more that did so in a batch
-    run = filled(Run(tmp_path, context={"now": 3, "now_in_batch": 4}))
+    run = Run(tmp_path, context={"now": 3, "now_in_batch": 4}, numbers=TEN)
     run.batch(run.process())
 
     # When the process task is cleared
@@ -473,9 +444,9 @@ def test_a_cleared_process_task_balances_what_it_had_settled_at_once(tmp_path: P
     assert (first["received"], first["acked"], first["released"]) == (10, 2, 8)
 
 
-def test_clearing_a_process_task_does_not_undo_a_settlement_that_was_begun(tmp_path: Path) -> None:
+def test_clearing_process_does_not_undo_a_begun_settlement(tmp_path):
     # Given a run whose sensor died between the broker's settlement and its journal
-    run = filled(Run(tmp_path, context={"now": 3}))
+    run = Run(tmp_path, context={"now": 3}, numbers=TEN)
     run.batch(run.process())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("airflow_broadway.staging.settling.settlement.record_settled", interrupted)
@@ -485,7 +456,7 @@ def test_clearing_a_process_task_does_not_undo_a_settlement_that_was_begun(tmp_p
     # When the process task is cleared
     run.process(try_number=2)
 
-    # Then the account is what the broker did
+    # Then the account is that of the broker
     [first, _] = run.ack()["generations"]
     assert first["balanced"]
     assert (first["acked"], first["dead_lettered"], first["released"]) == (7, 3, 0)
@@ -501,7 +472,7 @@ def interrupted(*_: object, **__: object) -> Any:
 
 
 class Keyed(Sums):
-    """Every message is of one key, a tuple; notes batches that run beside each other."""
+    """All messages have one key, a tuple; records batches that run concurrently."""
 
     batchers = {
         "default": Batcher(engine="python", batch_size=1, batch_timeout=None, concurrency=3)
@@ -523,10 +494,10 @@ class Keyed(Sums):
         return messages
 
 
-def test_batches_of_one_key_run_one_after_another_and_keep_their_key(tmp_path: Path) -> None:
+def test_batches_of_one_key_run_in_sequence_with_their_key(tmp_path):
     Keyed.begun.clear()
     Keyed.beside.clear()
-    run = filled(Run(tmp_path, pipeline=Keyed), 5)
+    run = Run(tmp_path, pipeline=Keyed, numbers=range(1, 6))
 
     run.batch(run.process())
 
@@ -548,29 +519,24 @@ class Parted(Sums):
     }
 
 
-def test_a_plan_outlives_a_change_of_concurrency(tmp_path: Path) -> None:
+def test_plan_survives_a_change_of_concurrency(tmp_path):
     # Given a plan for three batch processors
-    run = filled(Run(tmp_path, pipeline=Parted), 6)
-    reference = run.process()
-    plan = plan_batches(
-        run.staged, run.pipeline, "default", [reference["generation"]], try_label="1"
-    )
+    run = Run(tmp_path, pipeline=Parted, numbers=range(1, 7))
+    plan = run.plan(run.process())
 
     # When it is run with one
     fewer = Run(tmp_path, pipeline=Parted, batchers={"default": {"concurrency": 1}})
     counts = PythonBatches(fewer.staged, fewer.pipeline, plan).run()
 
     assert counts["without_outcome"] == 0
-    assert run.ack()["balanced"]
+    assert balanced(run.ack())
 
 
-def test_a_batch_that_cannot_be_read_whole_has_no_outcome(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = filled(Run(tmp_path))
+def test_partially_read_batch_has_no_outcome(tmp_path, monkeypatch):
+    run = Run(tmp_path, numbers=TEN)
     reference = run.process()
     read = BatchReader.read
-    monkeypatch.setattr(BatchReader, "read", lambda *given: read(*given)[:-1])
+    monkeypatch.setattr(BatchReader, "read", lambda *args: read(*args)[:-1])
 
     with pytest.raises(StagingError, match="holds 9 messages, but 8 were read"):
         run.batch(reference)
@@ -580,7 +546,7 @@ def test_a_batch_that_cannot_be_read_whole_has_no_outcome(
 
 
 class Now(Sums):
-    """Settles at once, in the processor or in the batch, and notes what that raised."""
+    """Settles at once, in the processor or in the batch, and records the exception."""
 
     raised: list[str] = []
 
@@ -589,7 +555,7 @@ class Now(Sums):
         return self.now(message) if context["at"] == "process" else message
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return [self.now(each) for each in messages] if context["at"] == "batch" else messages
+        return [self.now(message) for message in messages] if context["at"] == "batch" else messages
 
     def now(self, message: Message) -> Message:
         try:
@@ -600,14 +566,12 @@ class Now(Sums):
 
 
 @pytest.mark.parametrize("at", ["process", "batch"])
-def test_settling_at_once_says_so_when_the_messages_are_held_no_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    # Given a broker that has given the messages to another run
+def test_immediate_settlement_of_lost_messages_raises(tmp_path, monkeypatch, at):
+    # Given messages that the broker delivered to another run
     Now.raised.clear()
-    run = filled(Run(tmp_path, pipeline=Now, context={"at": at}), 1)
+    run = Run(tmp_path, pipeline=Now, context={"at": at}, numbers=range(1, 2))
 
-    def lapsed(self: SqliteQueue, generation: str, entries: Any) -> SettleReport:
+    def lapsed(self, generation, entries):
         ids = frozenset(entry.message_id for entry in entries)
         return SettleReport(lapsed=len(ids), undone=ids)
 
@@ -618,19 +582,19 @@ def test_settling_at_once_says_so_when_the_messages_are_held_no_longer(
     assert Now.raised == ["the run no longer holds 1 of 1 message"]
 
 
-def test_two_task_groups_of_a_run_are_held_each_for_its_own_time(tmp_path: Path) -> None:
-    run = filled(Run(tmp_path))
+def test_task_groups_have_separate_hold_times(tmp_path):
+    run = Run(tmp_path, numbers=TEN)
     run.process()
     clock = ManualClock()
 
     records = run.staged.generations()
 
-    # Given one that is held, beside one that is at work
-    held, other = Hold(run.staged, "process,batch", clock), Hold(run.staged, "other", clock)
-    assert held.is_on(60.0, ["batch"], records)
+    # Given a group with a failed task, and one that runs
+    failed, other = Hold(run.staged, "process,batch", clock), Hold(run.staged, "other", clock)
+    assert failed.is_on(60.0, ["batch"], records)
     clock.advance(59.0)
     other.end()
 
     # Then the one's time goes on
     clock.advance(2.0)
-    assert not held.is_on(60.0, ["batch"], records)
+    assert not failed.is_on(60.0, ["batch"], records)

@@ -1,4 +1,4 @@
-"""A dry run: what it counts at each source, and that it takes nothing."""
+"""A dry run counts the messages of its sources, and receives none."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.runs.sources.dry_run import DryRun
 from tests.unit.runs.archive_steps import Run, World, of_minutes
+from tests.unit.runs.steps import balanced
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path):
     return World(tmp_path)
 
 
 def dry(run: Run, *, index: int | None = 0, report: bool = False, **budget: Any) -> dict[str, Any]:
     """The process task of a dry run; returns its reference."""
-    made = DryRun(
+    dry_run = DryRun(
         run.staged,
         run.pipeline,
         run.task("process", 0),
@@ -33,7 +34,7 @@ def dry(run: Run, *, index: int | None = 0, report: bool = False, **budget: Any)
         budget=Budget(**budget),
         source=run.source,
     )
-    return made.run(report=report)
+    return dry_run.run(report=report)
 
 
 def state(world: World) -> tuple[QueueDepth, set[Path]]:
@@ -51,7 +52,7 @@ def failed(world: World, *minutes: int) -> None:
         world.run(f"dead{number}").all()
 
 
-def test_of_the_queue_it_tells_what_waits_and_what_a_run_would_take(world: World) -> None:
+def test_queue_source_reports_depth_and_budget(world):
     world.minutes(*range(5))
     before = state(world)
 
@@ -60,7 +61,7 @@ def test_of_the_queue_it_tells_what_waits_and_what_a_run_would_take(world: World
 
     assert (reference["received"], reference["batchers"]) == (0, {})
     assert reference["look"]["messages"] == 5
-    # And of it all only what it found is kept
+    # And only its result is kept
     depth, files = state(world)
     assert depth == before[0]
     assert {path.name for path in files - before[1]} == {"look.json", ".broadway-root.json"}
@@ -70,11 +71,10 @@ def test_of_the_queue_it_tells_what_waits_and_what_a_run_would_take(world: World
         "A run now would take 3 messages at most (max_messages=3, max_seconds=300.0)."
     )
     assert "The queue: 5 ready, 0 wait for a retry, 0 held by runs" in lines_of(report)[-2]
-    assert report["balanced"]
-    assert report["totals"]["received"] == 0
+    assert balanced(report)["received"] == 0
 
 
-def test_its_account_has_what_it_found_and_leaves_no_file_but_its_report(world: World) -> None:
+def test_dry_run_keeps_only_its_report(world):
     world.minutes(1)
     run = world.run("dry")
     dry(run)
@@ -86,7 +86,7 @@ def test_its_account_has_what_it_found_and_leaves_no_file_but_its_report(world: 
     assert run.staged.files.list("") == ["report.json", "report.md"]
 
 
-def test_cleared_it_looks_again(world: World) -> None:
+def test_cleared_dry_run_counts_again(world):
     world.minutes(1)
     run = world.run("dry")
     dry(run)
@@ -98,7 +98,7 @@ def test_cleared_it_looks_again(world: World) -> None:
     assert run.ack()["look"]["messages"] == 2
 
 
-def test_of_several_producers_the_first_looks_for_all(tmp_path: Path) -> None:
+def test_first_of_several_producers_counts_for_all(tmp_path):
     producer = {"path": str(tmp_path / "queue.db"), "concurrency": 2}
     world = World(tmp_path, producer=producer)
     world.minutes(*range(5))
@@ -112,7 +112,7 @@ def test_of_several_producers_the_first_looks_for_all(tmp_path: Path) -> None:
     assert last.startswith("A run now would take 4 messages at most (max_messages=2, of each of 2")
 
 
-def test_what_a_dead_run_holds_stays_with_it(world: World) -> None:
+def test_leases_of_a_dead_run_stay(world):
     # Given a run that died with its messages
     world.minutes(1, 2)
     world.run("died").process()
@@ -120,12 +120,12 @@ def test_what_a_dead_run_holds_stays_with_it(world: World) -> None:
 
     look = dry(world.run("dry"))["look"]
 
-    # Then they are counted where they are, and settled by nobody
+    # Then they are counted, and none is settled
     assert (look["depth"]["leased"], look["messages"]) == (2, 0)
     assert state(world)[0].leased == 2
 
 
-def test_dead_letters_are_counted_and_stay(world: World) -> None:
+def test_dead_letters_are_counted_and_stay(world):
     failed(world, 1, 2)
     world.minutes(3)
     before = state(world)[0]
@@ -148,9 +148,7 @@ def test_dead_letters_are_counted_and_stay(world: World) -> None:
         ("delete", 0, "A run would delete 1 dead letter, and receive nothing."),
     ],
 )
-def test_of_dead_letters_those_that_a_run_would_move_are_counted(
-    world: World, action: str, waiting: int, sentence: str
-) -> None:
+def test_chosen_dead_letters_are_counted(world, action, waiting, sentence):
     failed(world, 1, 2)
     world.minutes(3)
     with world.queue() as queue:
@@ -167,32 +165,27 @@ def test_of_dead_letters_those_that_a_run_would_move_are_counted(
     assert any(line.startswith(sentence) for line in lines_of(run.ack()))
 
 
-def test_an_interval_of_the_archive_is_counted_by_its_index(world: World) -> None:
-    world.minutes(1, 2, 59)
-    world.run("live").all()
+def test_archive_interval_is_counted_by_its_index(world):
+    world.live(1, 2, 59)
     before = state(world)
 
     look = dry(world.run("dry", of_minutes(0, 60)))["look"]
 
     assert (look["messages"], look["at_most"]) == (3, True)
-    assert look["source"]["interval"] == [
-        "2013-01-01T09:00:00+00:00",
-        "2013-01-01T10:00:00+00:00",
-    ]
+    assert look["source"]["interval"] == ["2013-01-01T09:00:00+00:00", "2013-01-01T10:00:00+00:00"]
     assert state(world)[0] == before[0]
     assert "A run would take all messages of the interval: 3 at most." in lines_of({"look": look})
 
 
-def test_what_is_missing_of_an_interval_is_told(world: World) -> None:
+def test_missing_part_of_interval_is_reported(world):
     look = dry(world.run("dry", of_minutes(0, 60)))["look"]
 
     assert look["messages"] == 0
     assert any("nothing was archived yet" in line for line in lines_of({"look": look}))
 
 
-def test_the_batches_of_a_past_run_are_counted(world: World) -> None:
-    world.minutes(*range(6))
-    world.run("past").all()
+def test_batches_of_a_past_run_are_counted(world):
+    world.live(*range(6), run_id="past")
 
     look = dry(world.run("dry", RunSource(kind=RUN, run_id="past")))["look"]
 
@@ -202,14 +195,12 @@ def test_the_batches_of_a_past_run_are_counted(world: World) -> None:
     )
 
 
-def test_what_a_run_would_be_refused_for_its_dry_run_is(world: World) -> None:
+def test_invalid_source_is_refused_as_in_a_run(world):
     with pytest.raises(RequestRefused, match="there is no staged run 'gone'"):
         dry(world.run("dry", RunSource(kind=RUN, run_id="gone")))
 
 
-def test_what_no_broker_tells_is_unknown_and_not_none(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_depth_is_not_zero(world, monkeypatch):
     monkeypatch.setattr(SqliteProducer, "depth", lambda *_: None)
 
     look = dry(world.run("dry"))["look"]
@@ -220,7 +211,7 @@ def test_what_no_broker_tells_is_unknown_and_not_none(
     )
 
 
-def test_without_a_sensor_it_keeps_the_report_itself(world: World) -> None:
+def test_dry_run_without_sensor_keeps_its_report(world):
     world.minutes(1)
     run = world.run("dry")
 

@@ -28,7 +28,7 @@ from tests.unit.passing import Passing
 
 
 class Ending(Passing):
-    """What a message does to the run is given by the test."""
+    """The test sets the effect of a message on the run."""
 
     producer = ArrivingProducer()
     processors = Processors(concurrency=1, max_demand=10)
@@ -116,9 +116,7 @@ WAYS: dict[str, tuple[type[Ending], dict[str, Any], Callable[[], None]]] = {
 
 @pytest.mark.parametrize("run", [_local, _process])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_counts_what_its_source_holds_however_it_ends(
-    run: Any, way: str, tmp_path: Path
-) -> None:
+def test_run_counts_what_its_source_holds_however_it_ends(run, way, tmp_path):
     # Given a source into which messages go on arriving until it is stopped
     kind, budget, at_17 = WAYS[way]
     broker = ArrivingProducer.broker = Broker(supply=40 if way == "empty" else 500)
@@ -137,21 +135,21 @@ def test_a_run_counts_what_its_source_holds_however_it_ends(
         report = run(pipeline, env, tmp_path, budget)
         ended = report.get("ended") or report["stopped"]
         assert ended == way or (way, ended) == ("stopped", "signal")
-        # Then it received what the source had secured by its end,
+        # Then it received all that the source had secured by its end,
         assert report["received"] == broker.secured
 
     # the source was stopped before its lease was noted and settled,
     assert broker.events.count("stop") == 1
     assert "lease after stop" in broker.events
-    [(held, expected)] = broker.settled
-    assert held == broker.secured
+    [(leased, expected)] = broker.settled
+    assert leased == broker.secured
     assert expected in (None, broker.secured)
     # and what had no outcome was released, not lost.
     assert broker.ahead == []
 
 
 @pytest.mark.parametrize("run", [_local, _process])
-def test_what_a_run_took_and_had_no_time_for_goes_back(run: Any, tmp_path: Path) -> None:
+def test_unhandled_messages_are_released_at_the_time_limit(run, tmp_path):
     broker = ArrivingProducer.broker = Broker(supply=500)
     clock = ManualClock()
     pipeline = Ending()
@@ -169,12 +167,10 @@ def test_what_a_run_took_and_had_no_time_for_goes_back(run: Any, tmp_path: Path)
     assert broker.secured < 60  # little is taken in vain where messages are slow
 
 
-def test_a_source_that_cannot_be_stopped_leaves_no_account_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unstoppable_source_leaves_no_manifest(tmp_path, monkeypatch):
     ArrivingProducer.broker = Broker(supply=20)
 
-    def fails(self: Any) -> Any:
+    def fails(self):
         raise ProducerUnavailable("the broker has gone")
 
     monkeypatch.setattr("tests.unit.arriving._Source.stop", fails)

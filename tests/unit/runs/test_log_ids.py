@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pytest
 import structlog
 from airflow.sdk._shared.logging.structlog import structlog_processors
 
-from airflow_broadway import BatchInfo, Message
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.python_batches import _BatchSink
 from airflow_broadway.runs.tasks import ProcessTask
 from airflow_broadway.staging.batch_reader import BatchReader
 from tests.unit.logged import logged
@@ -26,22 +25,21 @@ def processed(run: Run) -> dict[str, Any]:
     return task.run().reference
 
 
-def test_airflow_adds_to_each_line_what_stands_in_such_variables() -> None:
+def test_airflow_adds_context_variables_to_log_lines():
     shared, *_ = structlog_processors(json_output=True)
     assert structlog.contextvars.merge_contextvars in shared
 
 
-def test_each_task_names_what_it_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one(self: Sums, processor: str, message: Message, context: Any) -> None:
+def test_log_lines_name_message_batch_and_generation(tmp_path, monkeypatch):
+    def one(self, processor, message, context):
         log.info("message %s", message.message_id)
 
-    def several(self: Sums, batcher: str, messages: Any, info: BatchInfo, context: Any) -> None:
+    def several(self, batcher, messages, info, context):
         log.info("batch %s", info.batch_id)
 
     precede(monkeypatch, one, Sums, "handle_message")
     precede(monkeypatch, several, Sums, "handle_batch")
-    run = Run(tmp_path)
-    run.send([1, 2, 3])
+    run = Run(tmp_path, numbers=[1, 2, 3])
 
     with logged(run_id="manual__1") as lines:
         reference = processed(run)
@@ -52,17 +50,17 @@ def test_each_task_names_what_it_is_at(tmp_path: Path, monkeypatch: pytest.Monke
     task = {"run_id": "manual__1"}
     generation = {**task, "generation": reference["generation"]}
     assert received == generation
-    handled = [(line, ids) for line, ids in lines.kept if line.startswith("message ")]
+    handled = [(line, ids) for line, ids in lines.records if line.startswith("message ")]
     assert len(handled) == 3
     for line, ids in handled:
         assert ids == {**generation, "message_id": line.removeprefix("message ")}
-    ((line, ids),) = [(line, ids) for line, ids in lines.kept if line.startswith("batch ")]
+    ((line, ids),) = [(line, ids) for line, ids in lines.records if line.startswith("batch ")]
     assert ids == {**task, "batcher": "default", "batch_id": line.removeprefix("batch ")}
     # And where it is settled
     assert lines.of("Settled generation") == [generation]
 
 
-def test_a_dead_generation_is_named_where_it_is_given_back(tmp_path: Path) -> None:
+def test_swept_generation_is_named(tmp_path):
     dead = Run(tmp_path, "manual__0")
     dead.send([1])
     reference = processed(dead)
@@ -74,20 +72,14 @@ def test_a_dead_generation_is_named_where_it_is_given_back(tmp_path: Path) -> No
     assert lines.of("Settled the dead generation") == [dead_one]
 
 
-def test_a_batch_that_is_no_longer_held_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path)
-    run.send([1])
+def test_lapsed_batch_is_named(tmp_path, monkeypatch):
+    run = Run(tmp_path, numbers=[1])
     reference = processed(run)
 
-    def lapsed(self: BatchReader, *_: Any) -> None:
-        raise LeaseLapsed("it lapsed")
-
-    monkeypatch.setattr(BatchReader, "read", lapsed)
+    monkeypatch.setattr(_BatchSink, "handle", mock.Mock(side_effect=LeaseLapsed("it lapsed")))
     with logged(run_id="manual__1") as lines:
         run.batch(reference)
 
-    ((line, ids),) = [each for each in lines.kept if "it lapsed" in each[0]]
+    ((line, ids),) = [line for line in lines.records if "it lapsed" in line[0]]
     assert line == f"Batch {ids['batch_id']}: it lapsed."
     assert ids["batcher"] == "default"

@@ -24,15 +24,13 @@ from airflow_broadway.runs.reading.payload import payload_of
         (b"", None, "text", ""),
     ],
 )
-def test_a_payload_is_shown_in_the_form_that_suits_it_or_is_asked_for(
-    raw: bytes, form: str | None, shown: str, text: str
-) -> None:
-    found = payload_of(raw, form=form)
+def test_payload_form_is_guessed_or_requested(raw, form, shown, text):
+    payload = payload_of(raw, form=form)
 
-    assert (found.form, found.text, found.size, found.cut) == (shown, text, len(raw), False)
+    assert (payload.form, payload.text, payload.size, payload.cut) == (shown, text, len(raw), False)
 
 
-def test_what_is_no_json_says_so_and_is_shown_as_text() -> None:
+def test_invalid_json_is_shown_as_text_with_a_note():
     assert payload_of(b"{", form="json").note == "It is no JSON."
     assert payload_of(b"[" * 100_000, form="json").form == "text"
     long = payload_of(b'{"a": ', size=600_000, form="json")
@@ -44,7 +42,7 @@ def test_what_is_no_json_says_so_and_is_shown_as_text() -> None:
     assert payload_of(b"{").note == ""
 
 
-def test_a_payload_is_cut_in_each_form() -> None:
+def test_payload_is_cut_in_each_form():
     assert payload_of(b"x" * 11, most=10).text == "x" * 10
     assert payload_of(b"x" * 11, most=10).cut
     assert not payload_of(b"x" * 10, most=10).cut
@@ -55,20 +53,20 @@ def test_a_payload_is_cut_in_each_form() -> None:
     assert payload_of("ü".encode()[:1], size=2).form == "text"
 
 
-def test_what_a_callback_made_is_shown_as_json() -> None:
-    made = payload_of({"at": datetime(2026, 1, 31, tzinfo=UTC), "n": 1})
-    assert (made.form, made.size) == ("json", 43)
-    assert made.text == '{\n  "at": "2026-01-31 00:00:00+00:00",\n  "n": 1\n}'
+def test_result_of_a_callback_is_shown_as_json():
+    payload = payload_of({"at": datetime(2026, 1, 31, tzinfo=UTC), "n": 1})
+    assert (payload.form, payload.size) == ("json", 43)
+    assert payload.text == '{\n  "at": "2026-01-31 00:00:00+00:00",\n  "n": 1\n}'
     assert payload_of("7").text == '"7"'
 
 
-def test_what_is_nested_deep_is_not_laid_out_whole() -> None:
+def test_deeply_nested_json_is_cut():
     # Given an array whose lines would be 900 characters deep each
     raw = json.dumps(_nested(400, ["x"] * 20_000)).encode()
 
-    found = payload_of(raw, form="json")
+    payload = payload_of(raw, form="json")
 
-    assert (found.form, found.cut, len(found.text)) == ("json", True, 4096)
+    assert (payload.form, payload.cut, len(payload.text)) == ("json", True, 4096)
 
 
 def _nested(depth: int, value: object) -> object:

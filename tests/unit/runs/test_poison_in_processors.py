@@ -11,12 +11,10 @@ import random
 import signal
 import threading
 import time
-from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
-from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import ProducerUnavailable
 from airflow_broadway.core.formats import paths
@@ -27,23 +25,29 @@ from tests.unit.runs.deadly import NUMBER, PLACE, WAY, Deadly, DeadlyPartitioned
 from tests.unit.runs.deadly_runs import Runs, dead_reasons, ending_of, forked
 
 
+@pytest.fixture
+def deadly(monkeypatch):
+    """Sets which number ends its process, at which callback, and how."""
+
+    def set_deadly(number=3, place="handle_message", way="exit"):
+        for name, value in ((NUMBER, str(number)), (PLACE, place), (WAY, way)):
+            monkeypatch.setenv(name, value)
+
+    return set_deadly
+
+
 @pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
 @pytest.mark.parametrize(
     "place", ["handle_message", "prepare_messages", "transformer", "partition_by"]
 )
-def test_one_of_1000_messages_ends_its_process_and_the_others_are_acknowledged(
-    place: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(NUMBER, "417")
-    monkeypatch.setenv(PLACE, place)
-    monkeypatch.setenv(WAY, "segv" if place == "handle_message" else "exit")
+def test_poison_message_of_1000_is_found_and_others_are_acked(place, executor, tmp_path, deadly):
+    deadly(417, place, "segv" if place == "handle_message" else "exit")
     kind = DeadlyPartitioned if place == "partition_by" else Deadly
     options = {
         "executor": "processes" if executor == "processes" else "threads",
         "concurrency": 1 if executor == "inline" else 2,
     }
-    runs = Runs(tmp_path, kind, processors=options)
-    runs.last.send(range(1000))
+    runs = Runs(tmp_path, kind, processors=options, numbers=range(1000))
 
     # Where the callback is called in a child process, the parent lives
     lives = executor == "processes" and place in ("handle_message", "prepare_messages")
@@ -60,15 +64,10 @@ def test_one_of_1000_messages_ends_its_process_and_the_others_are_acknowledged(
     assert report["balanced"]
 
 
-def test_a_group_of_processes_that_is_ended_with_each_try_is_found_by_what_was_in_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_process_groups_are_narrowed_down_by_messages_in_hand(tmp_path, deadly):
     """As where the memory of a container ends: no parent lives."""
-    monkeypatch.setenv(NUMBER, "17")
-    monkeypatch.setenv(PLACE, "handle_message")
-    monkeypatch.setenv(WAY, "group")
-    runs = Runs(tmp_path)
-    runs.last.send(range(100))
+    deadly(17, way="group")
+    runs = Runs(tmp_path, numbers=range(100))
 
     for _ in range(20):
         if runs.one() == 0:
@@ -84,16 +83,13 @@ def test_a_group_of_processes_that_is_ended_with_each_try_is_found_by_what_was_i
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
-def test_50_kills_from_outside_beside_a_publisher_dead_letter_nothing(
-    concurrency: int, tmp_path: Path
-) -> None:
+def test_fifty_outside_kills_with_a_publisher_dead_letter_nothing(concurrency, tmp_path):
     chance = random.Random(concurrency)
-    runs = Runs(tmp_path, processors={"concurrency": concurrency})
-    runs.last.send(range(1000))
+    runs = Runs(tmp_path, processors={"concurrency": concurrency}, numbers=range(1000))
     published = 1000
     stopped = threading.Event()
 
-    def publish() -> None:
+    def publish():
         nonlocal published
         with runs.last.queue() as queue:
             while not stopped.wait(0.02):
@@ -117,31 +113,26 @@ def test_50_kills_from_outside_beside_a_publisher_dead_letter_nothing(
             publisher.join()
             stopped.clear()
 
-    # Then quiet: the first run handles all of it
+    # Then the first undisturbed run handles all of it
     assert runs.one() == 0
     runs.next().sweep()
     assert runs.last.depth() == (0, 0, 0, 0)
-    reports = [
-        json.loads(path.read_text())
-        for path in (tmp_path / "staging" / "Sums" / "sums").glob("*/report.json")
-    ]
+    paths_of_reports = (tmp_path / "staging" / "Sums" / "sums").glob("*/report.json")
+    reports = [json.loads(path.read_text()) for path in paths_of_reports]
     assert sum(report["totals"]["acked"] for report in reports) == published
     assert not runs.last.unmarked()
 
 
-def test_a_single_good_message_survives_kills_from_outside_while_it_is_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As often as ``max_crashes`` says; one more is taken for its doing."""
-    runs = Runs(tmp_path)
-    runs.last.send([1])
+def test_single_good_message_survives_outside_kills(tmp_path, monkeypatch):
+    """Up to ``max_crashes`` times; one more would count against it."""
+    runs = Runs(tmp_path, numbers=[1])
 
-    def kills(self: IsolatingProcessor, chunk: Any) -> Any:
+    def kill(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(IsolatingProcessor, "handle", kills)
-        patch.setattr(Deadly, "prepare_messages", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(IsolatingProcessor, "handle", kill)
+        patch.setattr(Deadly, "prepare_messages", kill)
         for _ in range(3):
             assert runs.one() == -9
     assert list(runs.history().alone.values()) == [2]
@@ -149,17 +140,11 @@ def test_a_single_good_message_survives_kills_from_outside_while_it_is_alone(
     assert runs.last.depth() == (0, 0, 0, 0)
 
 
-def test_what_is_given_back_in_order_is_no_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = Runs(tmp_path)
-    runs.last.send(range(30))
-
-    def fails(*_: Any) -> Any:
-        raise ProducerUnavailable("the broker is away")
+def test_orderly_release_is_no_crash(tmp_path, monkeypatch):
+    runs = Runs(tmp_path, numbers=range(30))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Process, "_publish", fails)
+        patch.setattr(Process, "_publish", mock.Mock(side_effect=ProducerUnavailable("away")))
         assert runs.one() == 1
     runs.next().sweep()
 
@@ -167,11 +152,8 @@ def test_what_is_given_back_in_order_is_no_crash(
     assert runs.last.depth() == (30, 0, 0, 0)
 
 
-def test_a_stopped_task_is_no_crash_and_neither_is_one_whose_batches_are_open(
-    tmp_path: Path,
-) -> None:
-    runs = Runs(tmp_path)
-    runs.last.send(range(30))
+def test_stopped_task_and_open_batches_are_no_crash(tmp_path):
+    runs = Runs(tmp_path, numbers=range(30))
     runs.next().process()  # and its batcher never runs
     runs.last.ack()
     runs.next().sweep()
@@ -179,26 +161,22 @@ def test_a_stopped_task_is_no_crash_and_neither_is_one_whose_batches_are_open(
     assert runs.last.depth() == (30, 0, 0, 0)
 
 
-def test_crashes_are_on_record_before_their_messages_are_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(NUMBER, "3")
-    monkeypatch.setenv(PLACE, "handle_message")
-    runs = Runs(tmp_path)
-    runs.last.send(range(10))
+def test_crash_is_recorded_before_release(tmp_path, monkeypatch, deadly):
+    deadly()
+    runs = Runs(tmp_path, numbers=range(10))
     assert ending_of(forked(runs.next().process)) == 9
     seen: list[int] = []
     producer = type(runs.last.pipeline.producer)
     whole = producer.custodian
 
     class Looking:
-        def __init__(self, custodian: Any) -> None:
+        def __init__(self, custodian):
             self._custodian = custodian
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(self._custodian, name)
 
-        def settle(self, lease: Any, settlement: Settlement) -> Any:
+        def settle(self, lease, settlement):
             assert settlement.rest == RELEASE
             seen.append(runs.history().crashes)
             return self._custodian.settle(lease, settlement)
@@ -210,20 +188,16 @@ def test_crashes_are_on_record_before_their_messages_are_given_back(
     assert seen == [1]
 
 
-def test_the_messages_in_hand_are_written_down_while_a_child_handles_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(NUMBER, "3")
-    monkeypatch.setenv(PLACE, "handle_message")
-    runs = Runs(tmp_path)
-    runs.last.send(range(10))
+def test_messages_in_hand_are_recorded_while_a_child_handles_them(tmp_path, monkeypatch, deadly):
+    deadly()
+    runs = Runs(tmp_path, numbers=range(10))
     assert runs.one() == 9
     monkeypatch.delenv(NUMBER)
     notes: list[int] = []
     whole = IsolatingProcessor.handle
 
-    def looks(self: IsolatingProcessor, chunk: Any) -> Any:
-        [generation] = [each.generation for each in runs.last.staged.generations()]
+    def looks(self, chunk):
+        [generation] = [generation.generation for generation in runs.last.staged.generations()]
         notes.append(len(json.loads(runs.last.staged.files.read(paths.in_hand(generation)))["ids"]))
         return whole(self, chunk)
 
@@ -236,12 +210,9 @@ def test_the_messages_in_hand_are_written_down_while_a_child_handles_them(
     assert json.loads(text)["ids"] == []
 
 
-def test_a_pipeline_without_crashes_lists_none_and_starts_no_child(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipeline_without_crashes_starts_no_child(tmp_path, monkeypatch):
     """A message that is retried is redelivered, too."""
-    runs = Runs(tmp_path)
-    runs.last.send(range(10))
+    runs = Runs(tmp_path, numbers=range(10))
     with runs.last.queue() as queue:
         queue.receive("another", 10)
         queue.release("another")
@@ -250,13 +221,11 @@ def test_a_pipeline_without_crashes_lists_none_and_starts_no_child(
     assert runs.last.depth() == (0, 0, 0, 0)
 
 
-def test_messages_of_a_class_that_no_child_can_import_are_handled_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(NUMBER, "3")
-    monkeypatch.setenv(PLACE, "handle_message")
-    runs = Runs(tmp_path)
-    runs.last.send(range(10))
+def test_unimportable_pipeline_handles_suspects_in_the_parent(
+    tmp_path, monkeypatch, deadly, caplog
+):
+    deadly()
+    runs = Runs(tmp_path, numbers=range(10))
     assert runs.one() == 9
     monkeypatch.delenv(NUMBER)
     monkeypatch.setattr(Deadly, "__module__", "unusual_prefix_0123abcd_deadly")
@@ -265,13 +234,9 @@ def test_messages_of_a_class_that_no_child_can_import_are_handled_here(
     assert "no child process could be started for them (PipelineError: the Dag file" in caplog.text
 
 
-def test_max_crashes_bounds_the_children_of_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(NUMBER, "3")
-    monkeypatch.setenv(PLACE, "handle_message")
-    runs = Runs(tmp_path)
-    runs.last.send([3])
+def test_max_crashes_bounds_children_per_message(tmp_path, deadly):
+    deadly()
+    runs = Runs(tmp_path, numbers=[3])
     assert runs.one() == 9
     run = runs.next()
     max_crashes(run.pipeline.producer, 4)
@@ -282,31 +247,21 @@ def test_max_crashes_bounds_the_children_of_one_message(
     }
 
 
-def test_a_source_that_fails_to_open_leaves_no_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = Runs(tmp_path)
-    runs.last.send([1])
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise ProducerUnavailable("away")
+def test_source_that_fails_to_open_records_no_crash(tmp_path, monkeypatch):
+    runs = Runs(tmp_path, numbers=[1])
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Source, "receive", fails)
+        patch.setattr(_Source, "receive", mock.Mock(side_effect=ProducerUnavailable("away")))
         assert runs.one() == 1
     runs.next().sweep()
     assert runs.history().crashes == 0
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"version": 1}'])
-def test_a_damaged_note_of_what_was_in_hand_keeps_no_message_back(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a host that lost its power leaves it."""
-    monkeypatch.setenv(NUMBER, "3")
-    monkeypatch.setenv(PLACE, "handle_message")
-    runs = Runs(tmp_path)
-    runs.last.send(range(10))
+def test_damaged_record_of_messages_in_hand_holds_nothing_back(text, tmp_path, deadly):
+    """As after a power failure."""
+    deadly()
+    runs = Runs(tmp_path, numbers=range(10))
     run = runs.next()
     assert ending_of(forked(run.process)) == 9
     [record] = run.staged.generations()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +35,9 @@ from tests.unit.runs.steps import Point, Run, Sums, dies
 
 
 class Deadly(Sums):
-    """The process dies that handles one of ``context["deadly"]``, and its group where that is so.
+    """Ends the process that handles one of ``context["deadly"]``, or its whole group.
 
-    A group is all processes of a container: there is nobody left to go on.
+    A group stands for all processes of a container: none is left to go on.
     """
 
     name = "Sums"
@@ -47,7 +46,7 @@ class Deadly(Sums):
         handled = super().handle_batch(batcher, messages, batch_info, context)
         if context.get("killed"):
             die("group")
-        if any(each.data in context["deadly"] for each in messages):
+        if any(message.data in context["deadly"] for message in messages):
             die("group" if context["whole"] else context.get("way", "exit"))
         return handled
 
@@ -56,7 +55,13 @@ class Runs:
     """Runs of one Dag, one after another; the task of their batcher is tried once."""
 
     def __init__(
-        self, folder: Path, deadly: Sequence[int], *, crashes: int, whole: bool = False
+        self,
+        folder: Path,
+        deadly: Sequence[int],
+        numbers: Sequence[int],
+        *,
+        crashes: int,
+        whole: bool = False,
     ) -> None:
         self.folder, self.crashes = folder, crashes
         self.context = {"deadly": deadly, "whole": whole}
@@ -64,35 +69,29 @@ class Runs:
         #: Whether processors handle suspects in a child, which takes a second or two.
         self.isolates = False
         self.last = self._next()
+        self.last.send(numbers)
 
     def _next(self) -> Run:
         before = [f"manual__{number}" for number in range(1, self.count + 1)]
         self.count += 1
-        run = Run(
-            self.folder,
-            f"manual__{self.count}",
-            pipeline=Deadly,
-            finished=before,
-            context=self.context,
-        )
+        run_id, context = f"manual__{self.count}", self.context
+        run = Run(self.folder, run_id, pipeline=Deadly, finished=before, context=context)
         object.__setattr__(run.pipeline.producer, "max_crashes", self.crashes)
         return run
 
     def receive_and_handle(self) -> str:
-        """All of a run but its end; how the task's process ended."""
+        """All of a run but its end; returns how the task's process ended."""
         run = self.last = self._next()
         reference = run.process(isolates=self.isolates)
         if not reference["batchers"]:
             return ""
-        plan = plan_batches(
-            run.staged, run.pipeline, "default", [reference["generation"]], try_label="1"
-        )
+        plan = run.plan(reference)
         task = replace(run.task(), task_id="batch.default", map_index=-1)
-        made = BatchTask(run.staged, run.pipeline, task, run.ports, batcher="default")
+        batch_task = BatchTask(run.staged, run.pipeline, task, run.ports, batcher="default")
 
         def work() -> None:
             os.setpgid(0, 0)
-            made.handle(plan)
+            batch_task.handle(plan)
 
         return ChildProcess(work).wait()
 
@@ -102,7 +101,7 @@ class Runs:
         return self.last.ack()
 
     def until_dead(self, numbers: Sequence[int]) -> int:
-        """How many runs it takes until these are dead letters, and all else is done."""
+        """Returns the number of runs until these are dead letters, and all else is done."""
         for number in range(1, 100):
             assert self.one()["balanced"]
             if self.last.depth() == (0, 0, 0, len(numbers)):
@@ -111,14 +110,13 @@ class Runs:
         raise AssertionError(f"after 99 runs there are {self.last.depth()}")
 
 
-#: Those that no callback fails.
+#: Numbers that no callback fails.
 NUMBERS = [n for n in range(1, 1000) if n % 7 and n % 5]
 
 
-def test_a_task_that_is_never_retried_finds_what_kills_it_in_the_second_run(tmp_path: Path) -> None:
-    # Given a message that kills its process, among others, and with each run some more
-    runs = Runs(tmp_path, deadly=[11], crashes=3)
-    runs.last.send(NUMBERS[:35])
+def test_second_run_finds_poison_without_retries(tmp_path):
+    # Given a message that kills its process, and further messages with every run
+    runs = Runs(tmp_path, [11], NUMBERS[:35], crashes=3)
 
     # When a run ends at it
     assert runs.receive_and_handle() == "exit code 9"
@@ -131,54 +129,46 @@ def test_a_task_that_is_never_retried_finds_what_kills_it_in_the_second_run(tmp_
     assert runs.last.dead() == [11]
     assert report["totals"]["released"] == 0
     assert runs.last.depth() == (0, 0, 0, 1)
-    handled = Counter(call.number for call in runs.last.calls())
-    assert set(handled) == set(NUMBERS[:50])
+    assert {call.number for call in runs.last.calls()} == set(NUMBERS[:50])
     assert not runs.last.unmarked()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_of_a_thousand_that_kills_is_found_with_no_retries(tmp_path: Path, way: str) -> None:
-    runs = Runs(tmp_path, deadly=[737], crashes=5)
-    runs.context["way"] = way
+def test_poison_among_a_thousand_is_found_without_retries(tmp_path, way):
     numbers = [n for n in range(1, 10_000) if n % 7 and n % 5][:1_000]
-    runs.last.send(numbers)
+    runs = Runs(tmp_path, [737], numbers, crashes=5)
+    runs.context["way"] = way
     assert runs.until_dead([737]) == 2
     assert {call.number for call in runs.last.calls()} == set(numbers)
 
 
-def test_where_each_death_ends_the_whole_container_runs_narrow_it_down(tmp_path: Path) -> None:
-    # Given a message of which nothing of a run is left: no fork goes on
-    runs = Runs(tmp_path, deadly=[11, 501], crashes=2, whole=True)
-    runs.last.send([*NUMBERS[:40], 501])
+def test_runs_narrow_down_poison_that_kills_the_container(tmp_path):
+    # Given messages that kill every process of a run
+    runs = Runs(tmp_path, [11, 501], [*NUMBERS[:40], 501], crashes=2, whole=True)
 
-    # Then what was in hand is taken in ever smaller portions, and the others are handled
+    # Then messages in hand are handled in ever smaller portions, and the others too
     count = runs.until_dead([11, 501])
     assert count <= 20
-    handled = {call.number for call in runs.last.calls()}
-    assert handled == {*NUMBERS[:40], 501}
+    assert {call.number for call in runs.last.calls()} == {*NUMBERS[:40], 501}
 
 
-def test_fifty_runs_that_are_killed_from_outside_blame_no_message(tmp_path: Path) -> None:
+def test_fifty_outside_kills_of_runs_blame_no_message(tmp_path):
     # Given good messages, and runs whose batch task is killed at its first batch
-    runs = Runs(tmp_path, deadly=[], crashes=5)
-    runs.last.send(NUMBERS[:16])
+    runs = Runs(tmp_path, [], NUMBERS[:16], crashes=5)
     for _ in range(50):
         runs.context["killed"] = True
         assert runs.receive_and_handle() == "killed by SIGKILL"
         runs.last.ack()
         assert runs.last.dead() == []
 
-    # Then the first quiet run handles them all
+    # Then the first undisturbed run handles them all
     del runs.context["killed"]
     assert runs.one()["totals"]["acked"] == 16
     assert runs.last.depth() == (0, 0, 0, 0)
 
 
-def test_five_runs_that_are_killed_from_outside_at_their_only_message_blame_it_not(
-    tmp_path: Path,
-) -> None:
-    runs = Runs(tmp_path, deadly=[], crashes=5)
-    runs.last.send([1])
+def test_outside_kills_of_runs_do_not_blame_the_only_message(tmp_path):
+    runs = Runs(tmp_path, [], [1], crashes=5)
     runs.context["killed"] = True
     for _ in range(5):
         assert runs.receive_and_handle() == "killed by SIGKILL"
@@ -197,10 +187,9 @@ def test_five_runs_that_are_killed_from_outside_at_their_only_message_blame_it_n
     ],
     ids=str,
 )
-def test_a_kill_while_a_crash_is_recorded_loses_nothing(tmp_path: Path, point: Point) -> None:
+def test_kill_while_recording_a_crash_loses_nothing(tmp_path, point):
     # Given a run whose batches died, and whose settling is killed on its way
-    runs = Runs(tmp_path, deadly=[11], crashes=3)
-    runs.last.send(NUMBERS[:25])
+    runs = Runs(tmp_path, [11], NUMBERS[:25], crashes=3)
     runs.receive_and_handle()
     dies(runs.last.ack, point)
 
@@ -210,42 +199,39 @@ def test_a_kill_while_a_crash_is_recorded_loses_nothing(tmp_path: Path, point: P
     assert {call.number for call in runs.last.calls()} == set(NUMBERS[:25])
 
 
-def test_a_crash_that_is_recorded_again_and_again_blames_no_neighbour(tmp_path: Path) -> None:
+def test_crash_recorded_repeatedly_blames_no_neighbour(tmp_path):
     # Given a run whose settling is tried many times, as while a broker is out of reach
-    runs = Runs(tmp_path, deadly=[11], crashes=2)
-    runs.last.send(NUMBERS[:25])
+    runs = Runs(tmp_path, [11], NUMBERS[:25], crashes=2)
     runs.receive_and_handle()
     for _ in range(4):
         dies(runs.last.ack, Point("airflow_broadway.runs.settle.record_crash"))
 
-    # Then the next runs set aside what killed alone, and handle the rest
+    # Then the next runs dead-letter the killer, and handle the rest
     assert runs.until_dead([11]) <= 5
     assert {call.number for call in runs.last.calls()} == set(NUMBERS[:25])
 
 
-def test_what_was_set_aside_and_is_sent_back_is_handled_again(tmp_path: Path) -> None:
-    # Given a message that a run has set aside, since whole tasks died of it
-    runs = Runs(tmp_path, deadly=[11], crashes=1, whole=True)
+def test_requeued_poison_message_is_handled_again(tmp_path):
+    # Given a message that a run has dead-lettered, since whole tasks died of it
+    runs = Runs(tmp_path, [11], [11], crashes=1, whole=True)
     runs.isolates = True
-    runs.last.send([11])
     runs.until_dead([11])
     with runs.last.queue() as queue:
         [letter] = queue.dead_letters()
         assert letter.stage == "process"
 
-        # When somebody has mended what it broke, and sends it back
+        # When it is requeued after a fix
         assert queue.requeue().count == 1
     runs.context["deadly"] = ()
 
-    # Then it is handled like any other, and it takes as many deaths to set it aside again
+    # Then it is handled like any other
     assert runs.one()["totals"]["acked"] == 1
     assert runs.last.depth() == (0, 0, 0, 0)
 
 
-def test_a_crash_of_a_dead_run_is_recorded_by_the_sweep_of_the_next(tmp_path: Path) -> None:
+def test_sweep_records_the_crash_of_a_dead_run(tmp_path):
     # Given runs whose sensors never looked, as where the whole host died
-    runs = Runs(tmp_path, deadly=[11], crashes=3)
-    runs.last.send(NUMBERS[:25])
+    runs = Runs(tmp_path, [11], NUMBERS[:25], crashes=3)
     runs.receive_and_handle()
 
     # Then the next run's sweep records the crash, and that run finds the message
@@ -253,18 +239,14 @@ def test_a_crash_of_a_dead_run_is_recorded_by_the_sweep_of_the_next(tmp_path: Pa
     assert runs.last.dead() == [11]
 
 
-def test_a_batcher_that_is_ending_while_process_is_cleared_has_not_died(tmp_path: Path) -> None:
-    # Given a batcher at work, of a run whose process task somebody clears
-    run = Run(tmp_path)
-    run.send(NUMBERS[:5])
-    reference = run.process()
-    plan = plan_batches(
-        run.staged, run.pipeline, "default", [reference["generation"]], try_label="1"
-    )
-    about = json.dumps({"version": 1, "plans": [plan.path], "marked": False})
-    begin_try(run.staged.files, "batch.default", lambda _: about, TRIES)
+def test_batcher_ending_while_process_is_cleared_is_no_crash(tmp_path):
+    # Given a batcher at work, of a run whose process task is cleared
+    run = Run(tmp_path, numbers=NUMBERS[:5])
+    plan = run.plan(run.process())
+    document = json.dumps({"version": 1, "plans": [plan.path], "marked": False})
+    begin_try(run.staged.files, "batch.default", lambda _: document, TRIES)
 
-    # When it is tried again before the batcher has said that it ended
+    # When it is retried before the batcher has recorded its end
     run.process(try_number=2)
 
     # Then no crash is recorded
@@ -274,25 +256,21 @@ def test_a_batcher_that_is_ending_while_process_is_cleared_has_not_died(tmp_path
 
 # -- what was in hand ------------------------------------------------------------------------------
 @pytest.fixture
-def open_run(tmp_path: Path) -> tuple[Run, OpenPlans]:
+def open_run(tmp_path):
     """A run with three batches, of which none was handled."""
-    run = Run(tmp_path)
-    run.send(NUMBERS[:30])
-    reference = run.process()
-    plan = plan_batches(
-        run.staged, run.pipeline, "default", [reference["generation"]], try_label="1"
-    )
+    run = Run(tmp_path, numbers=NUMBERS[:30])
+    plan = run.plan(run.process())
     return run, OpenPlans(run.staged, [plan.path])
 
 
 def in_hand(run: Run, plans: OpenPlans) -> list[list[int]]:
-    """The places of the batches that were in hand at each interruption."""
+    """Returns the places of the batches that were in hand at each interruption."""
     ids = [batch.batch_id for _, batch in plans.open_batches()]
-    found = interruptions_of(run.staged.files, plans.heads[0].path)
-    return [sorted(ids.index(batch_id) for batch_id in batch_ids) for batch_ids in found]
+    interruptions = interruptions_of(run.staged.files, plans.heads[0].path)
+    return [sorted(ids.index(batch_id) for batch_id in batch_ids) for batch_ids in interruptions]
 
 
-def test_what_an_application_had_begun_was_in_hand(open_run: tuple[Run, OpenPlans]) -> None:
+def test_begun_batches_of_an_application_were_in_hand(open_run):
     run, plans = open_run
     files = run.staged.files
     ids = [batch.batch_id for _, batch in plans.open_batches()]
@@ -308,42 +286,36 @@ def test_what_an_application_had_begun_was_in_hand(open_run: tuple[Run, OpenPlan
     assert in_hand(run, plans) == [[1], []]  # it is not known what it had begun
 
 
-def test_batches_in_hand_are_written_down_once_for_all_plans(
-    open_run: tuple[Run, OpenPlans],
-) -> None:
+def test_batches_in_hand_are_recorded_once_for_all_plans(open_run):
     run, plans = open_run
     files = run.staged.files
     [_, (_, done), (_, open_one)] = plans.open_batches()
     other = "batches/other/inputs/1"
-    about = {"version": 1, "marked": True, "only": None, "plans": [plans.heads[0].path, other]}
-    number, _ = begin_try(files, "spark", lambda _: json.dumps(about), WORK)
+    document = {"version": 1, "marked": True, "only": None, "plans": [plans.heads[0].path, other]}
+    number, _ = begin_try(files, "spark", lambda _: json.dumps(document), WORK)
     say_started(files, "spark", number, WORK)
     files.create(paths.outcome(other, done.batch_id), "{}")
-    for each in (done, open_one):
-        mark_begun(files, "spark", number, WORK, each.batch_id)
+    for batch in (done, open_one):
+        mark_begun(files, "spark", number, WORK, batch.batch_id)
 
-    # Whichever plan is asked about first, and whatever has an outcome later
+    # In any order of plans, and with later outcomes
     assert interruptions_of(files, plans.heads[0].path) == [[open_one.batch_id]]
     files.create(paths.outcome(other, open_one.batch_id), "{}")
     assert interruptions_of(files, other) == [[open_one.batch_id]]
 
 
-def test_a_try_that_ended_in_order_or_handled_another_plan_was_not_interrupted(
-    open_run: tuple[Run, OpenPlans],
-) -> None:
+def test_orderly_try_and_other_plans_are_no_interruption(open_run):
     run, plans = open_run
     files = run.staged.files
     _, work = plans.write_work("spark", {}, RunInfo(), Step())
     say_started(files, "spark", work.try_number, WORK)
     say_ended(files, "spark", work.try_number, WORK)
-    about = {"version": 1, "marked": False, "only": None, "plans": ["batches/default/others/1"]}
-    begin_try(files, "batch.default", lambda _: json.dumps(about), TRIES)
+    document = {"version": 1, "marked": False, "only": None, "plans": ["batches/default/others/1"]}
+    begin_try(files, "batch.default", lambda _: json.dumps(document), TRIES)
     assert in_hand(run, plans) == []
 
 
-def test_a_death_under_a_living_parent_is_no_crash_on_record(
-    open_run: tuple[Run, OpenPlans],
-) -> None:
+def test_death_under_a_living_parent_is_no_recorded_crash(open_run):
     run, plans = open_run
     files = run.staged.files
     _, work = plans.write_work("spark", {}, RunInfo(), Step(), "parent")
@@ -357,10 +329,8 @@ def test_a_death_under_a_living_parent_is_no_crash_on_record(
 
 
 @pytest.mark.parametrize(("places", "alone"), [([0, 1], []), ([1], [1]), ([], [])], ids=str)
-def test_messages_of_several_generations_were_not_alone_in_hand(
-    tmp_path: Path, places: list[int], alone: list[int]
-) -> None:
-    # Given two generations whose messages make batches of one message each
+def test_messages_of_several_generations_are_not_alone_in_hand(tmp_path, places, alone):
+    # Given two generations with batches of one message
     run = Run(tmp_path, batchers={"default": {"batch_size": 1}})
     generations = []
     for number in (1, 2):
@@ -368,15 +338,15 @@ def test_messages_of_several_generations_were_not_alone_in_hand(
         generations.append(run.process(index=number)["generation"])
     plan = plan_batches(run.staged, run.pipeline, "default", generations, try_label="1")
     ids = [batch.batch_id for _, batch in OpenPlans(run.staged, [plan.path]).open_batches()]
-    about = {"version": 1, "marked": True, "only": None, "plans": [plan.path]}
-    number, _ = begin_try(run.staged.files, "batch.default", lambda _: json.dumps(about), TRIES)
+    document = {"version": 1, "marked": True, "only": None, "plans": [plan.path]}
+    number, _ = begin_try(run.staged.files, "batch.default", lambda _: json.dumps(document), TRIES)
     for place in places:
         mark_begun(run.staged.files, "batch.default", number, TRIES, ids[place])
 
     # When the run is settled
     run.ack()
 
-    # Then each generation's crash has its own messages, alone only if no other's was in hand
+    # Then a crash names its generation's messages, alone only if no other was in hand
     history = load_crash_history(run.staged.store, "Sums", run.staged.clock.now())
     assert history.crashes == 2
     assert len(history.in_hand) == len(places)
@@ -384,9 +354,8 @@ def test_messages_of_several_generations_were_not_alone_in_hand(
     assert len(history.alone) == len(alone)
 
 
-def test_a_damaged_file_costs_the_record_alone(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, deadly=[11], crashes=3)
-    runs.last.send(NUMBERS[:25])
+def test_damaged_file_costs_only_the_record(tmp_path):
+    runs = Runs(tmp_path, [11], NUMBERS[:25], crashes=3)
     runs.receive_and_handle()
     damaged = [*tmp_path.glob("staging/**/batches/**/data-*.parquet")]
     assert damaged

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from airflow_broadway.core.errors import ConnectionMissing
@@ -15,16 +13,16 @@ def task(task_id: str, map_index: int = -1) -> Task:
     return Task(dag_id="d", run_id="r", task_id=task_id, map_index=map_index)
 
 
-def test_the_tasks_of_a_run_have_names_of_their_own_that_any_file_system_takes() -> None:
+def test_task_file_names_are_distinct_and_portable():
     tasks = [task("g.batch"), task("g.batch", 0), task("g.batch", 1), task("g.batch_0")]
 
-    names = [each.file_name for each in tasks]
+    names = [task.file_name for task in tasks]
 
     assert names == ["g.batch", "g.batch!0", "g.batch!1", "g.batch_0"]
     assert task("ä/b").file_name == "__b"
 
 
-def test_without_a_host_no_connection_is_known_and_nobodys_run_is_over() -> None:
+def test_default_ports_know_no_connection_and_no_finished_run():
     ports = Ports()
 
     with pytest.raises(ConnectionMissing, match="'warehouse' is not defined"):
@@ -32,9 +30,7 @@ def test_without_a_host_no_connection_is_known_and_nobodys_run_is_over() -> None
     assert not ports.is_over("another")
 
 
-def test_a_producer_is_opened_in_a_folder_of_its_pipeline_and_known_by_its_task(
-    tmp_path: Path,
-) -> None:
+def test_producer_env_has_pipeline_folder_and_task(tmp_path):
     run = Run(tmp_path)
 
     env = producer_env(

@@ -6,17 +6,18 @@ import gc
 import json
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 from airflow.providers.common.compat.sdk import AirflowTaskTimeout
 
 from airflow_broadway import Batcher, Message, Processors, RateLimiting
-from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.custody.protocol import Lease
+from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, StagingError
 from airflow_broadway.core.model.acks import ack_immediately
@@ -26,38 +27,31 @@ from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.process import Process
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import PUBLISHED, SETTLED
-from tests.unit.runs.steps import PlainSums, Run, Sums, precede
+from airflow_broadway.staging.store import Folder
+from tests.unit.runs.steps import PlainSums, Run, Sums, balanced, precede
 
 COUNT = 40
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    made = Run(tmp_path)
-    made.send(range(1, COUNT + 1))
-    return made
+def run(tmp_path):
+    return Run(tmp_path, numbers=range(1, COUNT + 1))
 
 
 def execution(run: Run, **budget: Any) -> Process:
-    owner = {"task_id": "process", "map_index": 0, "try_number": 1}
-    return Process(
-        run.staged,
-        run.pipeline,
-        env=run.env("a" * 32, owner),
-        budget=Budget(**budget),
-        ports=run.ports,
-    )
+    env = run.env("a" * 32, {"task_id": "process", "map_index": 0, "try_number": 1})
+    return Process(run.staged, run.pipeline, env=env, budget=Budget(**budget), ports=run.ports)
 
 
-def check_given_back(run: Run) -> None:
-    """Nothing is held, nothing was settled, and no attempt was used."""
+def check_released(run: Run) -> None:
+    """Checks that nothing is leased or settled, and that no attempt was used."""
     assert run.depth() == (COUNT, 0, 0, 0)
     with run.queue() as queue:
         assert queue.leases() == []
-        assert {each.attempt for each in queue.receive("look", COUNT)} == {1}
+        assert {message.attempt for message in queue.receive("look", COUNT)} == {1}
 
 
-def test_what_is_published_names_what_was_received(run: Run) -> None:
+def test_manifest_counts_what_was_received(run):
     reference = run.process(max_messages=30)
 
     manifest = run.staged.manifest(reference["generation"])
@@ -69,22 +63,20 @@ def test_what_is_published_names_what_was_received(run: Run) -> None:
     assert run.depth() == (10, 0, 30, 0)
 
 
-def test_an_execution_is_on_record_before_it_receives(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given somebody who looks into staging at each receive
+def test_generation_is_recorded_before_receiving(run, monkeypatch):
+    # Given a look into staging at every receive
     receive = SqliteQueue.receive
     recorded: list[list[str]] = []
 
-    def looks(self: SqliteQueue, generation: str, *given: Any, **named: Any) -> list[Message]:
-        recorded.append([each.generation for each in run.staged.generations()])
-        return receive(self, generation, *given, **named)
+    def look(self, generation, *args, **kwargs):
+        recorded.append([generation.generation for generation in run.staged.generations()])
+        return receive(self, generation, *args, **kwargs)
 
-    monkeypatch.setattr(SqliteQueue, "receive", looks)
+    monkeypatch.setattr(SqliteQueue, "receive", look)
     execution(run).run()
 
     assert recorded
-    assert all(found == ["a" * 32] for found in recorded)
+    assert all(ids == ["a" * 32] for ids in recorded)
 
 
 class Limited(Sums):
@@ -97,17 +89,19 @@ class Limited(Sums):
     )
 
 
-def test_a_rate_limit_is_that_of_all_producers_and_runs_together(tmp_path: Path) -> None:
+def test_rate_limit_is_shared_by_producers_and_runs(tmp_path):
     # Given two producers, and a run after theirs
     run, later = Run(tmp_path, pipeline=Limited), Run(tmp_path, "manual__2", pipeline=Limited)
     run.send(range(1, COUNT + 1))
 
-    def received(of: Run, index: int, **budget: Any) -> int:
+    def received(of, index, **budget):
         owner = {"task_id": "process", "map_index": index, "try_number": 1}
         env = of.env(f"{index}" * 32, owner)
         state = StagedRateState(of.staged)
-        made = Process(of.staged, of.pipeline, env=env, budget=Budget(**budget), rate_state=state)
-        return int(made.run()["received"])
+        process = Process(
+            of.staged, of.pipeline, env=env, budget=Budget(**budget), rate_state=state
+        )
+        return int(process.run()["received"])
 
     # Then they share one window: what it allows, and not one more
     assert received(run, 0, max_messages=10) == 10
@@ -115,7 +109,7 @@ def test_a_rate_limit_is_that_of_all_producers_and_runs_together(tmp_path: Path)
     assert received(later, 2) == 0
 
 
-def test_an_empty_run_is_settled_by_its_process_task(tmp_path: Path) -> None:
+def test_process_task_settles_an_empty_run(tmp_path):
     run = Run(tmp_path)
 
     reference = run.process()
@@ -123,7 +117,7 @@ def test_an_empty_run_is_settled_by_its_process_task(tmp_path: Path) -> None:
     assert (reference["received"], reference["stopped"]) == (0, "empty")
     assert run.staged.state(reference["generation"]) == SETTLED
 
-    # And of an empty run the report alone stays, and is told again
+    # And of an empty run only the report stays, and is returned again
     report = run.ack()
     assert report["balanced"]
     left = [path.name for path in Path(run.staged.files.full("")).rglob("*") if path.is_file()]
@@ -148,9 +142,8 @@ class Transformed(Sums):
     producer: Any = SqliteProducer(queue="sums", path="/replaced", transformer=_times_out_at_17)
 
 
-def test_a_time_out_while_messages_are_transformed_publishes_what_is_done(tmp_path: Path) -> None:
-    run = Run(tmp_path, pipeline=Transformed)
-    run.send(range(1, COUNT + 1))
+def test_timeout_in_transformer_publishes_finished_messages(tmp_path):
+    run = Run(tmp_path, pipeline=Transformed, numbers=range(1, COUNT + 1))
 
     reference = execution(run).run()
 
@@ -159,8 +152,7 @@ def test_a_time_out_while_messages_are_transformed_publishes_what_is_done(tmp_pa
     assert reference["received"] >= 17
     run.batch(reference)
     report = run.ack()
-    assert report["balanced"]
-    assert report["totals"]["released"] >= 1
+    assert balanced(report)["released"] >= 1
     assert sum(run.depth()) - run.depth()[3] == COUNT - report["totals"]["acked"] - len(run.dead())
 
 
@@ -174,9 +166,7 @@ def _fails_at_17(error: type[BaseException]) -> Any:
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
-def test_a_time_out_while_messages_are_parted_publishes_what_is_done(
-    tmp_path: Path, concurrency: int
-) -> None:
+def test_timeout_in_partition_by_publishes_finished_messages(tmp_path, concurrency):
     class Parted(Sums):
         processors = Processors(
             concurrency=concurrency,
@@ -184,17 +174,15 @@ def test_a_time_out_while_messages_are_parted_publishes_what_is_done(
             partition_by=_fails_at_17(AirflowTaskTimeout),
         )
 
-    run = Run(tmp_path, pipeline=Parted)
-    run.send(range(1, COUNT + 1))
-    made = execution(run)
+    run = Run(tmp_path, pipeline=Parted, numbers=range(1, COUNT + 1))
+    process = execution(run)
 
     # Then a partition_by that hangs is ended as any callback is, and the rest goes back
-    reference = made.run()
-    assert made.timed_out
+    reference = process.run()
+    assert process.timed_out
     run.batch(reference)
     report = run.ack()
-    totals = report["totals"]
-    assert report["balanced"]
+    totals = balanced(report)
     assert report["generations"][0]["stopped"] == "interrupted"
     done = totals["acked"] + totals["dead_lettered"]
     assert totals["released"] == totals["received"] - done
@@ -204,17 +192,14 @@ def test_a_time_out_while_messages_are_parted_publishes_what_is_done(
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
-def test_a_message_on_which_partition_by_raises_fails_alone(
-    tmp_path: Path, concurrency: int
-) -> None:
+def test_message_failed_by_partition_by_fails_alone(tmp_path, concurrency):
     class Parted(Sums):
         processors = Processors(concurrency=concurrency, partition_by=_fails_at_17(ValueError))
 
     run = Run(tmp_path, pipeline=Parted)
     run.send(range(11, 20))  # of which 14 fails in its processor, and 15 in its batch
 
-    run.batch(run.process())
-    run.ack()
+    run.all()
 
     assert run.dead() == [14, 15, 17]
     assert run.depth() == (0, 0, 0, 3)
@@ -233,20 +218,19 @@ class PartedBatches(Sums):
     }
 
 
-def test_a_batchers_partition_by_that_raises_fails_that_message(tmp_path: Path) -> None:
-    run = Run(tmp_path, pipeline=PartedBatches)
-    run.send(range(15, 19))
+def test_message_failed_by_batcher_partition_by_fails_alone(tmp_path):
+    run = Run(tmp_path, pipeline=PartedBatches, numbers=range(15, 19))
 
     run.batch(run.process())
 
-    assert run.ack()["balanced"]
+    assert balanced(run.ack())
     with run.queue() as queue:
         reasons = {letter.body: letter.reason for letter in queue.dead_letters()}
     assert reasons == {b"15": "five", b"17": "ValueError: no partition"}
 
 
 class Broken(ValueError):
-    """Why a message failed; some of them have a cause."""
+    """The reason of a failure, with or without a cause."""
 
 
 class Breaking(Sums):
@@ -266,35 +250,32 @@ class Breaking(Sums):
         return message
 
 
-class BreakingAndAsked(Breaking):
+class BreakingWithTraces(Breaking):
     traces: ClassVar[list[str]] = []
 
     def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
-        self.traces.extend(each.status.stacktrace for each in messages)
+        self.traces.extend(message.status.stacktrace for message in messages)
         return messages
 
 
-@pytest.mark.parametrize("pipeline", [Breaking, BreakingAndAsked])
-def test_failures_leave_no_rings_for_the_garbage_collector(
-    tmp_path: Path, pipeline: type[Breaking]
-) -> None:
+@pytest.mark.parametrize("pipeline", [Breaking, BreakingWithTraces])
+def test_failures_leave_no_reference_cycles(tmp_path, pipeline):
     Breaking.raised.clear()
-    BreakingAndAsked.traces.clear()
-    run = Run(tmp_path, pipeline=pipeline)
-    run.send(range(1, COUNT + 1))
+    BreakingWithTraces.traces.clear()
+    run = Run(tmp_path, pipeline=pipeline, numbers=range(1, COUNT + 1))
     gc.collect()
     gc.disable()
     try:
         assert run.process()["failed"] == COUNT
-        left = [each for each in Breaking.raised if each() is not None]
+        left = [reference for reference in Breaking.raised if reference() is not None]
     finally:
         gc.enable()
-    # Those that were told are kept by a test's log, and the last chunk by the run's own objects
+    # Logged ones are kept by the test's log, the last chunk by objects of the run
     assert len(Breaking.raised) == COUNT
     assert len(left) <= LOGGED_FAILURES + pipeline.processors.chunk_size
-    if pipeline is BreakingAndAsked:
-        assert all("in handle_message" in trace for trace in BreakingAndAsked.traces)
-        assert len(BreakingAndAsked.traces) == COUNT
+    if pipeline is BreakingWithTraces:
+        assert all("in handle_message" in trace for trace in BreakingWithTraces.traces)
+        assert len(BreakingWithTraces.traces) == COUNT
 
 
 class Stuck(PlainSums):
@@ -324,42 +305,38 @@ class StuckBatched(Stuck):
 
 
 @pytest.mark.parametrize("pipeline", [Stuck, StuckBatched])
-def test_a_stop_counts_what_is_done_behind_a_message_that_is_stuck(
-    tmp_path: Path, pipeline: type[Stuck]
-) -> None:
+def test_stop_counts_messages_done_behind_a_stuck_one(tmp_path, pipeline):
     # Given two processors, the first stuck, and results of the second that wait behind it
     done, free = threading.Semaphore(0), threading.Event()
     pipeline.done, pipeline.free = done, free
-    run = Run(tmp_path, pipeline=pipeline)
-    run.send(range(1, 7))
-    made = execution(run, max_messages=6)
+    run = Run(tmp_path, pipeline=pipeline, numbers=range(1, 7))
+    process = execution(run, max_messages=6)
 
-    def stops() -> None:
+    def stop():
         for _ in range(5):
             assert done.acquire(timeout=10.0)
-        made._stop.request("signal", at_once=True)
+        process._stop.request("signal", at_once=True)
 
     # When it is stopped
-    told = threading.Thread(target=stops)
-    told.start()
+    thread = threading.Thread(target=stop)
+    thread.start()
     try:
-        reference = made.run()
+        reference = process.run()
     finally:
         free.set()
-        told.join()
+        thread.join()
 
     # Then what is done is published, and the stuck one alone goes back
     assert (reference["received"], reference["failed"]) == (6, 1)
     run.batch(reference)
-    report = run.ack()
-    totals = report["totals"]
-    assert report["balanced"]
+    totals = balanced(run.ack())
+
     assert (totals["acked"], totals["dead_lettered"], totals["released"]) == (4, 1, 1)
     assert run.depth() == (1, 0, 0, 1)
 
 
 class Together(PlainSums):
-    """Settles three messages at once, of which the broker refuses the second."""
+    """Settles three messages immediately; the broker refuses the second."""
 
     refused = ""
 
@@ -379,35 +356,32 @@ class TogetherBatched(Together):
 
 @pytest.mark.parametrize("swallows", [False, True])
 @pytest.mark.parametrize("pipeline", [Together, TogetherBatched])
-def test_what_is_done_of_a_settlement_at_once_counts_though_it_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: type[Together], swallows: bool
-) -> None:
-    run = Run(tmp_path, pipeline=pipeline, context={"swallows": swallows})
-    run.send(range(1, 5))
-    refuses_one(monkeypatch)
+def test_partial_immediate_settlement_counts_though_it_raises(
+    tmp_path, monkeypatch, pipeline, swallows
+):
+    run = Run(tmp_path, pipeline=pipeline, context={"swallows": swallows}, numbers=range(1, 5))
+    refuse_one(monkeypatch)
 
     run.batch(run.process())
 
-    # Then two were acked at once, and no other verdict on them counts
-    report = run.ack()
-    totals = report["totals"]
-    assert report["balanced"]
+    # Then two were acked immediately, and no other verdict on them counts
+    totals = balanced(run.ack())
+
     assert (totals["acked"], totals["dead_lettered"]) == ((4, 0) if swallows else (2, 2))
     assert totals["failed"] == (0 if swallows else 4)
 
 
-def refuses_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the queue refuse to settle the second message at once."""
+def refuse_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the queue refuse to settle the second message immediately."""
     settle_now = SqliteQueue.settle_now
 
-    def refuses(self: SqliteQueue, generation: str, entries: Any) -> SettleReport:
-        given = list(entries)
-        taken = [entry for entry in given if entry.message_id != Together.refused]
-        refused = frozenset(entry.message_id for entry in given) & {Together.refused}
-        no = SettleReport(failed=1, errors=("no",), undone=refused) if refused else SettleReport()
-        return settle_now(self, generation, taken) + no
+    def refuse(self: SqliteQueue, generation: str, entries: Iterable[Entry]) -> SettleReport:
+        by_id = {entry.message_id: entry for entry in entries}
+        refused = by_id.pop(Together.refused, None)
+        no = SettleReport(failed=1, errors=("no",), undone=frozenset([Together.refused]))
+        return settle_now(self, generation, by_id.values()) + (no if refused else SettleReport())
 
-    monkeypatch.setattr(SqliteQueue, "settle_now", refuses)
+    monkeypatch.setattr(SqliteQueue, "settle_now", refuse)
 
 
 class TogetherInABatch(Together):
@@ -425,16 +399,14 @@ class TogetherInABatch(Together):
 
 
 @pytest.mark.parametrize("swallows", [False, True])
-def test_what_is_done_of_a_settlement_at_once_counts_in_a_batch_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swallows: bool
-) -> None:
+def test_partial_immediate_settlement_counts_in_a_batch(tmp_path, monkeypatch, swallows):
     run = Run(tmp_path, pipeline=TogetherInABatch, context={"swallows": swallows})
     run.send(range(1, 5))
-    refuses_one(monkeypatch)
+    refuse_one(monkeypatch)
 
     run.batch(run.process())
 
-    # Then two were acked at once, their outcome says so, and no other verdict on them is kept
+    # Then two were acked immediately, their outcome has that, and no other verdict on them is kept
     outcomes = Path(run.staged.files.full("")) / "outcomes"
     [path] = outcomes.rglob("*.json")
     outcome = json.loads(path.read_bytes())
@@ -442,38 +414,33 @@ def test_what_is_done_of_a_settlement_at_once_counts_in_a_batch_too(
     at_once = {line["id"] for line in lines if line.get("settled")}
     assert len({line["id"] for line in lines}) == len(lines) == (2 if swallows else 4)
     assert len(at_once) == outcome["settled_now"]["acked"] == 2
-    report = run.ack()
-    totals = report["totals"]
-    assert report["balanced"]
+    totals = balanced(run.ack())
+
     assert (totals["acked"], totals["dead_lettered"]) == ((4, 0) if swallows else (2, 2))
 
 
-def test_what_is_settled_at_once_is_so_under_the_lease_as_it_is_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a lease that would have lapsed while the first message was waited for
+def test_immediate_settlement_uses_the_renewed_lease(tmp_path, monkeypatch):
+    # Given a lease that would have lapsed while the source waited for its first message
     class Waited(SqliteProducer):
-        def source(self, env: ProducerEnv) -> Any:
-            made: Any = super().source(env)
-            made._lease = replace(made._lease, deadline=datetime(2020, 1, 1, tzinfo=UTC))
-            return made
+        def source(self, env):
+            wrapped: Any = super().source(env)
+            wrapped._lease = replace(wrapped._lease, deadline=datetime(2020, 1, 1, tzinfo=UTC))
+            return wrapped
 
-        def custodian(self, env: ProducerEnv) -> Any:
-            made: Any = super().custodian(env)
-            settle_now = made.settle_now
+        def custodian(self, env):
+            wrapped: Any = super().custodian(env)
+            settle_now = wrapped.settle_now
 
-            def told(lease: Lease, entries: Any) -> SettleReport:
+            def noted(lease, entries):
                 deadlines.append(lease.deadline)
-                report: SettleReport = settle_now(lease, entries)
-                return report
+                return settle_now(lease, entries)
 
-            made.settle_now = told
-            return made
+            wrapped.settle_now = noted
+            return wrapped
 
     deadlines: list[datetime] = []
     monkeypatch.setattr(Sums, "producer", Waited(queue="sums", path="/replaced"))
-    run = Run(tmp_path, context={"now": 3})
-    run.send([3])
+    run = Run(tmp_path, context={"now": 3}, numbers=[3])
 
     run.process()
 
@@ -483,28 +450,25 @@ def test_what_is_settled_at_once_is_so_under_the_lease_as_it_is_then(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
-def test_what_is_no_failure_of_a_callback_ends_it_and_gives_back(
-    run: Run, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
-) -> None:
-    made = execution(run)
+def test_interrupt_ends_the_execution_and_releases(run, monkeypatch, error):
+    process = execution(run)
     # Where no callback is at work.
     monkeypatch.setattr(
-        "airflow_broadway.staging.writer.ProcessWriter.messages", _raiser(error("enough"))
+        "airflow_broadway.staging.writer.ProcessWriter.messages",
+        mock.Mock(side_effect=error("enough")),
     )
 
     with pytest.raises(error):
-        made.run()
+        process.run()
 
-    check_given_back(run)
+    check_released(run)
     assert run.staged.state("a" * 32) == SETTLED
 
 
-def test_a_message_that_a_callback_swapped_for_another_fails_alone(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swapped_message_fails_alone(run, monkeypatch):
     handle = Sums.handle_message
 
-    def swapping(self: Sums, processor: str, message: Message, context: Any) -> Message:
+    def swapping(self, processor, message, context):
         if message.data == b"1":
             return message.with_message_id("made-up")
         return handle(self, processor, message, context)
@@ -515,39 +479,33 @@ def test_a_message_that_a_callback_swapped_for_another_fails_alone(
 
     assert (reference["received"], reference["failed"]) == (COUNT, 6)
     run.batch(reference)
-    assert run.ack()["balanced"]
+    assert balanced(run.ack())
     assert 1 in run.dead()
 
 
-def test_a_lease_that_lapsed_meanwhile_is_not_published(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a sweep that gave the messages back while they were handled
-    given_back: list[int] = []
+def test_lapsed_lease_is_not_published(run, monkeypatch):
+    # Given a sweep that released the messages while they were handled
+    released: list[int] = []
 
-    def slow(*_: Any) -> None:
+    def sweep(*_):
         with run.queue() as queue:
-            given_back.append(queue.release("a" * 32).released)
+            released.append(queue.release("a" * 32).released)
 
-    precede(monkeypatch, slow, Sums, "handle_message", once=True)
+    precede(monkeypatch, sweep, Sums, "handle_message", once=True)
 
     with pytest.raises(LeaseLapsed):
         execution(run).run()
 
-    assert given_back == [10]  # what the processors can take
+    assert released == [10]  # what the processors can take
     assert run.staged.manifest("a" * 32) is None
-    check_given_back(run)
+    check_released(run)
 
 
-def test_a_staging_that_fails_gives_back_even_if_that_cannot_be_noted(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_staging_releases_even_without_a_journal(run, monkeypatch):
     # Given a disk that takes no manifest, and no journal either
-    from airflow_broadway.staging.store import Folder
-
     create = Folder.create
 
-    def full(self: Folder, path: str, text: str) -> bool:
+    def full(self, path, text):
         if "manifest" in path or "journal" in path:
             raise StagingError("no space is left")
         return create(self, path, text)
@@ -557,29 +515,19 @@ def test_a_staging_that_fails_gives_back_even_if_that_cannot_be_noted(
         execution(run).run()
     monkeypatch.undo()
 
-    # Then the messages are back at once, not when their lease lapses; and the sum is right
-    check_given_back(run)
-    assert run.ack()["balanced"]
-
-
-def _raiser(error: BaseException) -> Any:
-    def raise_it(*_: Any, **__: Any) -> None:
-        raise error
-
-    return raise_it
+    # Then the messages are released immediately, not when their lease lapses; and the sum is right
+    check_released(run)
+    assert balanced(run.ack())
 
 
 @pytest.mark.parametrize("callback", ["handle_failed", "prepare_messages"])
-def test_a_message_for_which_a_callback_returned_another_is_not_acked(
-    tmp_path: Path, callback: str
-) -> None:
+def test_message_replaced_by_a_callback_is_not_acked(tmp_path, callback):
     # Given a callback that makes messages anew, without their ids
-    def anew(self: Any, messages: list[Message], context: Any) -> list[Message]:
+    def anew(self, messages, context):
         return [Message(b"7") for _ in messages]
 
     kind = type("Anew", (Sums,), {callback: anew, "name": "Sums"})
-    run = Run(tmp_path, pipeline=kind)
-    run.send([7])
+    run = Run(tmp_path, pipeline=kind, numbers=[7])
 
     run.batch(run.process())
     totals = run.ack()["totals"]

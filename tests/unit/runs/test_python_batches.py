@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from copy import copy
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from airflow_broadway import Batcher, BatchInfo, Message
+from airflow_broadway import Batcher
 from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.outcome import Outcome
@@ -17,15 +17,15 @@ from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.testing import ManualClock
-from tests.unit.runs.steps import Run, Sums, precede
+from tests.unit.runs.steps import Run, Sums, balanced, precede
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    made = Run(tmp_path)
-    with made.queue() as queue:
+def run(tmp_path):
+    run = Run(tmp_path)
+    with run.queue() as queue:
         queue.send([b"%d" % (7 * number + 1) for number in range(25)])
-    return made
+    return run
 
 
 def planned(run: Run, clock: Clock | None = None, **options: Any) -> PythonBatches:
@@ -40,7 +40,7 @@ def recorded(batches: PythonBatches, run: Run) -> list[Outcome | None]:
     return [outcome for _, outcome in Recorded(run.staged).outcomes(batches.plan)]
 
 
-def test_each_batch_gets_one_outcome(run: Run) -> None:
+def test_each_batch_gets_one_outcome(run):
     batches = planned(run)
 
     counts = batches.run()
@@ -53,8 +53,8 @@ def test_each_batch_gets_one_outcome(run: Run) -> None:
     assert run.calls() == before
 
 
-def test_messages_on_which_the_splitter_raises_fail_alone(tmp_path: Path) -> None:
-    def split(message: Message, count: int) -> tuple[str, int]:
+def test_messages_failed_by_the_splitter_fail_alone(tmp_path):
+    def split(message, count):
         if message.data in (11, 12):
             raise KeyError("no field")
         return ("emit", 0) if count == 4 else ("cont", count + 1)
@@ -62,8 +62,7 @@ def test_messages_on_which_the_splitter_raises_fail_alone(tmp_path: Path) -> Non
     class Split(Sums):
         batchers = {"default": Batcher(engine="python", batch_size=(0, split), max_demand=100)}
 
-    run = Run(tmp_path, pipeline=Split)
-    run.send([1, 2, 3, 4, 11, 12, 13, 16, 17, 18])
+    run = Run(tmp_path, pipeline=Split, numbers=[1, 2, 3, 4, 11, 12, 13, 16, 17, 18])
     batches = planned(run)
 
     counts = batches.run()
@@ -71,37 +70,35 @@ def test_messages_on_which_the_splitter_raises_fail_alone(tmp_path: Path) -> Non
     # Then they are one batch, which no callback sees, and their neighbours fill others
     assert counts == {"batches": 3, "successful": 8, "failed": 2, "without_outcome": 0}
     assert [call.number for call in run.calls()] == [1, 2, 3, 4, 13, 16, 17, 18]
-    (failed,) = [each for each in recorded(batches, run) if each and each.failed]
+    (failed,) = [outcome for outcome in recorded(batches, run) if outcome and outcome.failed]
     assert failed.error == "KeyError: 'no field'"
     report = run.ack()
     assert (report["totals"]["acked"], report["totals"]["dead_lettered"]) == (8, 2)
     assert run.dead() == [11, 12]
 
 
-def test_a_batch_is_told_which_try_of_its_task_handles_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_info_names_the_handling_try(run, monkeypatch):
     # Given a first try that is stopped at its first batch
     first = planned(run)
     tries: list[int] = []
 
-    def told(self: Sums, batcher: str, messages: Any, info: BatchInfo, context: Any) -> None:
+    def release(self, batcher, messages, info, context):
         tries.append(info.attempt)
         first.stop()
 
-    precede(monkeypatch, told, Sums, "handle_batch")
+    precede(monkeypatch, release, Sums, "handle_batch")
     first.run()
     PythonBatches(run.staged, run.pipeline, first.plan, try_number=3).run()
 
-    # Then those that it had not come to are told of the try that has them
+    # Then the remaining batches have the number of the try that handles them
     assert tries == [1, 3, 3]
 
 
-def test_an_outcome_recorded_meanwhile_stands(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_outcome_stands(run, monkeypatch):
     # Given another try that records a batch while this one handles it
     batches = planned(run)
 
-    def overtaken(self: Sums, batcher: str, messages: Any, info: Any, context: Any) -> None:
+    def overtaken(self, batcher, messages, info, context):
         other = Outcome(
             batch_id=info.batch_id,
             batcher=batcher,
@@ -121,14 +118,12 @@ def test_an_outcome_recorded_meanwhile_stands(run: Run, monkeypatch: pytest.Monk
     assert run.ack()["totals"]["acked"] == 25
 
 
-def test_messages_given_back_meanwhile_get_no_outcome(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a batch that takes a second, in which its messages are given back
+def test_messages_released_meanwhile_get_no_outcome(run, monkeypatch):
+    # Given a batch of a second, during which its messages are released
     clock = ManualClock()
     batches = planned(run, clock=clock)
 
-    def given_back(*_: Any) -> None:
+    def given_back(*_):
         if len(run.calls()) == 10:
             clock.advance(1)
             run.sweep()
@@ -144,14 +139,12 @@ def test_messages_given_back_meanwhile_get_no_outcome(
     assert run.depth() == (25, 0, 0, 0)
 
 
-def test_an_outcome_that_comes_after_its_messages_were_given_back_settles_nothing(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outcome_after_release_settles_nothing(run, monkeypatch):
     # Given batches that are handled, and recorded, within the second after their messages were
     # given back
     batches = planned(run, clock=ManualClock())
 
-    def given_back(*_: Any) -> None:
+    def given_back(*_):
         if len(run.calls()) == 10:
             run.sweep()
 
@@ -161,29 +154,27 @@ def test_an_outcome_that_comes_after_its_messages_were_given_back_settles_nothin
     # Then all went back, and the account says so
     assert run.depth() == (25, 0, 0, 0)
     report = run.ack()
-    assert report["balanced"]
-    assert (report["totals"]["acked"], report["totals"]["released"]) == (0, 25)
+    totals = balanced(report)
+    assert (totals["acked"], totals["released"]) == (0, 25)
 
     # And the next run has all of it again, marked
-    later = Run(run.folder, "manual__2", finished=["manual__1"])
+    later = run.next()
     before = len(run.calls())
     later.batch(later.process())
     again = later.calls()[before:]
     assert len(again) == 25
     assert all(call.redelivered for call in again)
-    assert later.ack()["balanced"]
+    assert balanced(later.ack())
     assert run.depth()[:3] == (0, 0, 0)
 
 
-def test_a_later_run_of_the_task_fences_off_one_that_is_still_at_work(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retry_fences_off_a_lost_try(run, monkeypatch):
     # Given a task that Airflow has lost, and whose retry does all there is within its first batch
     clock = ManualClock()
     batches = planned(run, name="default", clock=clock)
     again = PythonBatches(run.staged, run.pipeline, batches.plan, name="default", try_number=2)
 
-    def lost(*_: Any) -> None:
+    def lost(*_):
         assert again.run()["without_outcome"] == 0
         clock.advance(1)
 
@@ -200,15 +191,10 @@ def test_a_later_run_of_the_task_fences_off_one_that_is_still_at_work(
     assert other.run() == again.run()
 
 
-def test_a_batch_that_raised_is_recorded_as_one_error(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_raising_batch_is_recorded_as_one_error(run, monkeypatch):
     batches = planned(run)
 
-    def broken(self: Sums, *given: Any) -> Any:
-        raise ValueError("no such table")
-
-    monkeypatch.setattr(Sums, "handle_batch", broken)
+    monkeypatch.setattr(Sums, "handle_batch", mock.Mock(side_effect=ValueError("no such table")))
 
     counts = batches.run()
 

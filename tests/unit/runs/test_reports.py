@@ -7,6 +7,7 @@ import logging
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -38,7 +39,7 @@ NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path):
     return Store.open(tmp_path.as_uri())
 
 
@@ -53,14 +54,14 @@ def only_report(store: Store, key: PipelineKey = KEY) -> BacklogReport:
 
 
 @pytest.mark.parametrize("depth", [DEPTH, DEPTH._replace(oldest_age=None), None])
-def test_a_report_is_read_as_it_was_written(store: Store, depth: QueueDepth | None) -> None:
+def test_report_is_read_as_written(store, depth):
     report_backlog(store, "d", QUEUES, depth, at=NOON, by="run r1")
 
     report = BacklogReport(at=NOON, by="run r1", depth=depth, queues=QUEUES.dumps())
     assert only_report(store) == report
 
 
-def test_the_last_reporter_of_a_pipeline_of_a_dag_replaces_the_report(store: Store) -> None:
+def test_last_reporter_replaces_the_report(store):
     other, unreported = PipelineKey("orders", "other"), PipelineKey("unreported", "d")
     report_backlog(store, "other", QUEUES, None, at=NOON, by="task wait")
     for number, by in enumerate(("run r1", "the triggerer", "task wait")):
@@ -75,13 +76,13 @@ def test_the_last_reporter_of_a_pipeline_of_a_dag_replaces_the_report(store: Sto
     assert only_report(store, other).depth is None
 
 
-def test_a_root_without_reports_has_none(store: Store) -> None:
+def test_root_without_reports_has_none(store):
     assert read_reports(store, [KEY]) == {}
     assert read_reports(store, []) == {}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "error"),
     [
         (lambda value: b"nonsense", "orders/d/_backlog.json is damaged"),
         (lambda value: b"\xff", "cannot read orders/d/_backlog.json"),
@@ -100,19 +101,17 @@ def test_a_root_without_reports_has_none(store: Store) -> None:
         *("nested", "naive", "infinite", "negative", "nan"),
     ],
 )
-def test_an_unreadable_report_is_an_error_of_its_pipeline_alone_until_the_next_replaces_it(
-    store: Store, change: Any, said: str
-) -> None:
+def test_unreadable_report_affects_only_its_pipeline(store, change, error):
     other = PipelineKey("orders", "other")
     for key in (KEY, other):
         report_backlog(store, key.dag_id, QUEUES, DEPTH, at=NOON, by="run r1")
     file_of(store).write_bytes(change(json.loads(file_of(store).read_text())))
 
-    found = read_reports(store, [KEY, other])
+    reports = read_reports(store, [KEY, other])
 
-    assert isinstance(found[KEY], StagingError)
-    assert said in str(found[KEY])
-    assert isinstance(found[other], BacklogReport)
+    assert isinstance(reports[KEY], StagingError)
+    assert error in str(reports[KEY])
+    assert isinstance(reports[other], BacklogReport)
     report_backlog(store, "d", QUEUES, DEPTH, at=NOON, by="run r2")
     assert only_report(store).by == "run r2"
 
@@ -121,7 +120,7 @@ def changed(value: dict[str, Any], **fields: Any) -> bytes:
     return json.dumps({**value, **fields}).encode()
 
 
-def test_options_with_a_secret_are_withheld_with_the_reason(store: Store) -> None:
+def test_options_with_a_secret_are_withheld(store):
     queues = WatchedQueues("orders", [Addressed(address="amqp://user:hidden@broker")])
 
     report_backlog(store, "d", queues, DEPTH, at=NOON, by="run r1")
@@ -132,9 +131,7 @@ def test_options_with_a_secret_are_withheld_with_the_reason(store: Store) -> Non
     assert "hidden" not in file_of(store).read_text()
 
 
-def test_a_report_that_cannot_be_written_fails_nothing(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_report_fails_nothing(store, caplog):
     file_of(store).mkdir(parents=True)
 
     with caplog.at_level(logging.WARNING):
@@ -144,19 +141,11 @@ def test_a_report_that_cannot_be_written_fails_nothing(
 
 
 @pytest.mark.parametrize("error", [StagingError("no client of s3"), RuntimeError("no connection")])
-def test_a_look_succeeds_where_its_report_cannot_be_written(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    error: Exception,
-) -> None:
+def test_look_succeeds_though_its_report_cannot_be_written(tmp_path, caplog, monkeypatch, error):
     # Given a triggerer that lacks the client, or the connection, of the staging root
-    def refuse(_: str | None) -> Store:
-        raise error
 
-    run = Run(tmp_path)
-    run.send([1, 2, 3])
-    monkeypatch.setattr(backlog, "open_store", refuse)
+    run = Run(tmp_path, numbers=[1, 2, 3])
+    monkeypatch.setattr(backlog, "open_store", mock.Mock(side_effect=error))
 
     depth = look_at(
         WatchedQueues.of(run.pipeline), f"file://{tmp_path}/staging", dag_id="d", by="t"
@@ -169,11 +158,8 @@ def test_a_look_succeeds_where_its_report_cannot_be_written(
 
 @pytest.mark.parametrize("source", [RunSource(), RunSource(kind=DEAD_LETTERS)])
 @pytest.mark.parametrize("staged", [True, False])
-def test_a_task_that_has_received_reports_what_is_left(
-    tmp_path: Path, source: RunSource, staged: bool
-) -> None:
-    run = Run(tmp_path, pipeline=PlainSums)
-    run.send([1, 2, 3])
+def test_task_reports_the_remaining_backlog(tmp_path, source, staged):
+    run = Run(tmp_path, pipeline=PlainSums, numbers=[1, 2, 3])
     kind = ProcessTask if staged else UnstagedTask
     kind(
         run.staged,
@@ -193,9 +179,8 @@ def test_a_task_that_has_received_reports_what_is_left(
     assert (loaded.queue, loaded.path) == ("sums", str(tmp_path / "queue.db"))
 
 
-def test_a_sensor_or_trigger_reports_what_it_saw(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.send([1, 2, 3])
+def test_sensor_or_trigger_reports_the_depth(tmp_path):
+    run = Run(tmp_path, numbers=[1, 2, 3])
     queues = WatchedQueues.of(run.pipeline)
     root = f"file://{tmp_path}/staging"
 

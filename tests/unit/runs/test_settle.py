@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ import pytest
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.staging.names import encode_name
-from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
-from tests.unit.runs.steps import PlainSums, Point, Run, Sums, dies, precede
+from tests.unit.runs.steps import PlainSums, Point, Run, Sums, balanced, dies, precede
 
 COUNT = 60
 SEVENS = [n for n in range(COUNT) if n % 7 == 0]
@@ -53,10 +51,8 @@ PLAIN = [point for point in SETTLE if not point.function.endswith(ACCOUNT)]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    made = Run(tmp_path)
-    made.send(range(COUNT))
-    return made
+def run(tmp_path):
+    return Run(tmp_path, numbers=range(COUNT))
 
 
 def check(run: Run, report: dict[str, Any], *, dead: list[int] = DEAD) -> None:
@@ -77,7 +73,7 @@ def check(run: Run, report: dict[str, Any], *, dead: list[int] = DEAD) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("point", PROCESS, ids=str)
-def test_a_process_task_killed_is_tried_again_from_nothing(run: Run, point: Point) -> None:
+def test_killed_process_task_is_retried(run, point):
     dies(run.process, point)
 
     reference = run.process(try_number=2)
@@ -89,7 +85,7 @@ def test_a_process_task_killed_is_tried_again_from_nothing(run: Run, point: Poin
 
 
 @pytest.mark.faults
-def test_a_batcher_killed_runs_the_same_batches_though_its_options_have_changed(run: Run) -> None:
+def test_killed_batcher_reruns_the_same_batches(run):
     # Given a batcher that was killed in its first batch, before any outcome
     reference = run.process()
     dies(lambda: run.batch(reference), Point("tests.unit.runs.steps.note", "after", 1))
@@ -107,7 +103,7 @@ def test_a_batcher_killed_runs_the_same_batches_though_its_options_have_changed(
 
 @pytest.mark.faults
 @pytest.mark.parametrize("point", SETTLE, ids=str)
-def test_a_sensor_killed_while_it_settles_settles_once(run: Run, point: Point) -> None:
+def test_sensor_killed_while_settling_settles_once(run, point):
     reference = run.process()
     run.batch(reference)
     dies(run.ack, point)
@@ -122,9 +118,8 @@ def test_a_sensor_killed_while_it_settles_settles_once(run: Run, point: Point) -
 
 @pytest.mark.faults
 @pytest.mark.parametrize("point", PLAIN, ids=str)
-def test_a_pipeline_without_batchers_killed_while_it_settles(tmp_path: Path, point: Point) -> None:
-    run = Run(tmp_path, pipeline=PlainSums)
-    run.send(range(COUNT))
+def test_unbatched_pipeline_killed_while_settling(tmp_path, point):
+    run = Run(tmp_path, pipeline=PlainSums, numbers=range(COUNT))
     dies(run.process, point)
 
     # The retry finds what the dead try had decided, and does not undo it.
@@ -139,9 +134,8 @@ def test_a_pipeline_without_batchers_killed_while_it_settles(tmp_path: Path, poi
 
 @pytest.mark.faults
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_killed_at_settling_one_message_at_once(tmp_path: Path, moment: str) -> None:
-    run = Run(tmp_path, context={"now": 13, "now_in_batch": 33})
-    run.send(range(COUNT))
+def test_kill_at_an_immediate_settlement(tmp_path, moment):
+    run = Run(tmp_path, context={"now": 13, "now_in_batch": 33}, numbers=range(COUNT))
     now = "airflow_broadway.producers.sqlite.queue:SqliteQueue.settle_now"
     dies(run.process, Point(now, moment))
 
@@ -159,10 +153,10 @@ def test_killed_at_settling_one_message_at_once(tmp_path: Path, moment: str) -> 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("point", PLAIN, ids=str)
-def test_a_sweep_killed_while_it_gives_back(run: Run, point: Point) -> None:
+def test_killed_sweep_is_completed(run, point):
     # Given a run that Airflow shows finished, and that still holds its messages
     run.process()
-    later = Run(run.folder, "manual__2", finished=["manual__1"])
+    later = run.next()
     dies(later.sweep, point)
 
     # When the next process task sweeps
@@ -171,8 +165,7 @@ def test_a_sweep_killed_while_it_gives_back(run: Run, point: Point) -> None:
     report = later.ack()
 
     # Then what had no outcome came back, and what had failed before any batch was a dead letter
-    assert report["balanced"]
-    assert report["totals"]["received"] == COUNT - len(SEVENS)
+    assert balanced(report)["received"] == COUNT - len(SEVENS)
     assert run.dead() == DEAD
     assert run.depth() == (0, 0, 0, len(DEAD))
     assert len(run.calls()) == COUNT - len(SEVENS)
@@ -182,15 +175,14 @@ def test_a_sweep_killed_while_it_gives_back(run: Run, point: Point) -> None:
 # --------------------------------------------------------------------------------- who has outcomes
 
 
-def test_outcomes_of_a_run_that_nobody_settled_count_when_it_is_swept(run: Run) -> None:
+def test_sweep_settles_recorded_outcomes_of_a_dead_run(run):
     # Given a run whose batches are done and whose sensor somebody marked
     reference = run.process(max_messages=30)
     run.batch(reference)
 
     # When the next run sweeps
-    later = Run(run.folder, "manual__2", finished=["manual__1"])
-    later.batch(later.process())
-    report = later.ack()
+    later = run.next()
+    report = later.all()
 
     # Then its outcomes were carried out: nothing is handled again
     assert len(run.calls()) == len({call.message_id for call in run.calls()})
@@ -200,9 +192,7 @@ def test_outcomes_of_a_run_that_nobody_settled_count_when_it_is_swept(run: Run) 
 
 
 @pytest.mark.parametrize("settled", [False, True], ids=["unsettled", "settled by its task"])
-def test_the_sweep_of_the_next_run_accounts_for_a_dead_one_so_that_it_is_removed(
-    tmp_path: Path, settled: bool
-) -> None:
+def test_sweep_reports_a_dead_run_and_marks_it_for_removal(tmp_path, settled):
     # Given a run that nobody goes on with; without batchers its messages are settled already
     pipeline = PlainSums if settled else Sums
     dead = Run(tmp_path, pipeline=pipeline)
@@ -215,20 +205,18 @@ def test_the_sweep_of_the_next_run_accounts_for_a_dead_one_so_that_it_is_removed
 
     # Then the dead one has a report that balances, and its mark: retention removes it in time
     report = json.loads(dead.staged.files.read("report.json"))
-    assert report["balanced"]
-    assert report["totals"]["received"] == COUNT
+    assert balanced(report)["received"] == COUNT
     assert [name.partition("-")[2] for name in dead.staged.dag.list("_balanced")] == [
         f"{encode_name('manual__1')}.json"
     ]
     assert len(dead.staged.dag.list("_open")) == 1, "only the later one is open"
 
 
-def test_what_has_no_outcome_is_released_when_its_run_is_swept(run: Run) -> None:
+def test_sweep_releases_messages_without_outcome(run):
     run.process(max_messages=30)
 
-    later = Run(run.folder, "manual__2", finished=["manual__1"])
-    later.batch(later.process())
-    report = later.ack()
+    later = run.next()
+    report = later.all()
 
     # Only what had failed before any batch had an outcome.
     assert report["totals"]["received"] == COUNT - 5
@@ -237,7 +225,7 @@ def test_what_has_no_outcome_is_released_when_its_run_is_swept(run: Run) -> None
     assert run.dead() == DEAD
 
 
-def test_clearing_process_gives_back_even_what_has_an_outcome(run: Run) -> None:
+def test_clearing_process_releases_even_recorded_outcomes(run):
     # Given a run whose batches are done, not yet settled
     reference = run.process()
     run.batch(reference)
@@ -251,28 +239,25 @@ def test_clearing_process_gives_back_even_what_has_an_outcome(run: Run) -> None:
     assert len(run.calls()) == 2 * len([n for n in range(COUNT) if n % 7])
 
 
-def test_a_plan_that_clearing_process_made_void_counts_no_batches(run: Run) -> None:
+def test_plan_voided_by_clearing_process_counts_no_batches(run):
     # Given batches that were planned, none of them handled
-    generation = run.process()["generation"]
-    plan_batches(run.staged, run.pipeline, "default", [generation], try_label="1")
+    run.plan(run.process())
 
     # When process is cleared
     reference = run.process(try_number=2)
     run.batch(reference, try_number=2)
     report = run.ack()
 
-    # Then the report counts each message in one batch
+    # Then the report counts every message in one batch
     check(run, report)
     assert report["batchers"]["default"]["messages"] == len(run.calls())
 
 
-def test_a_zombie_of_an_older_try_can_neither_receive_nor_publish(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zombie_of_an_older_try_cannot_publish(run, monkeypatch):
     # Given a process task that is about to publish when its retry starts beside it
     references: list[dict[str, Any]] = []
 
-    def late(*_: Any) -> None:
+    def late(*_):
         references.append(run.process(try_number=2))
 
     precede(monkeypatch, late, StagedRun, "publish", once=True)
@@ -283,14 +268,12 @@ def test_a_zombie_of_an_older_try_can_neither_receive_nor_publish(
     check(run, run.ack())
 
 
-def test_two_tries_of_a_batcher_at_once_record_each_outcome_once(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_tries_record_each_outcome_once(run, monkeypatch):
     # Given a try whose supervisor died: it works on while the next begins, at its second batch
     reference = run.process()
     begun: list[int] = []
 
-    def overtaken(*_: Any) -> None:
+    def overtaken(*_):
         begun.append(1)
         if len(begun) == 2:
             run.batch(reference, try_number=2)
@@ -301,13 +284,11 @@ def test_two_tries_of_a_batcher_at_once_record_each_outcome_once(
     check(run, run.ack())
 
 
-def test_a_sensor_and_a_stand_in_that_settle_at_once_agree(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_sensor_and_stand_in_agree(run, monkeypatch):
     run.batch(run.process())
     nested: list[dict[str, Any]] = []
 
-    def beside(*_: Any, **__: Any) -> None:
+    def beside(*_, **__):
         nested.append(run.ack())
 
     precede(monkeypatch, beside, SqliteQueue, "settle", once=True)
@@ -318,7 +299,7 @@ def test_a_sensor_and_a_stand_in_that_settle_at_once_agree(
 
 
 @pytest.mark.faults
-def test_what_a_sensor_began_to_settle_a_stand_in_finishes(run: Run) -> None:
+def test_stand_in_completes_settlement_begun_by_sensor(run):
     # Given a run none of whose batches has an outcome, and a sensor that died at its last look
     run.process()
     dies(run.ack, Point(f"{_FOLDER}.create", "after", when=creates("journal-intent")))
@@ -328,17 +309,14 @@ def test_what_a_sensor_began_to_settle_a_stand_in_finishes(run: Run) -> None:
     watcher.settle(final=False)
     watcher.close()
 
-    # Then all is given back: nothing more will be recorded
-    assert [each.state for each in run.staged.generations()] == ["settled"]
+    # Then all messages are released: nothing more will be recorded
+    assert [generation.state for generation in run.staged.generations()] == ["settled"]
     report = run.ack()
-    assert report["balanced"]
-    assert report["totals"]["released"] == COUNT - len(SEVENS)
+    assert balanced(report)["released"] == COUNT - len(SEVENS)
 
 
-def test_the_last_look_gives_back_what_a_running_process_task_holds(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def timed_out(self: Sums, processor: str, message: Any, context: Any) -> None:
+def test_last_look_releases_messages_of_a_running_process_task(run, monkeypatch):
+    def timed_out(self, processor, message, context):
         if int(message.data) == 20:
             run.ack()
 
@@ -347,10 +325,10 @@ def test_the_last_look_gives_back_what_a_running_process_task_holds(
         run.process()
 
     assert run.depth() == (COUNT, 0, 0, 0)
-    assert run.ack()["balanced"]
+    assert balanced(run.ack())
 
 
-def test_a_lapsed_lease_is_reported_loudly_and_balances(run: Run) -> None:
+def test_lapsed_lease_is_reported_and_balances(run):
     # Given a run whose lease another receiver found lapsed
     short = Run(run.folder, pipeline=Sums)
     short.pipeline = Sums(
@@ -365,22 +343,18 @@ def test_a_lapsed_lease_is_reported_loudly_and_balances(run: Run) -> None:
         taken = queue.receive("another", 5)
     assert len(taken) == 5
 
-    # When its batcher comes: no callback gets messages that are not held
+    # When its batcher starts: no callback gets messages without a lease
     counts = short.batch(reference)
     assert counts is not None
     assert counts["without_outcome"] == counts["batches"]
     assert short.calls() == []
 
     report = short.ack()
-    assert report["balanced"]
-    assert report["totals"]["lapsed"] == COUNT
+    assert balanced(report)["lapsed"] == COUNT
 
 
-def test_the_same_messages_in_two_generations_are_settled_by_outcomes_of_their_own(
-    tmp_path: Path,
-) -> None:
-    run = Run(tmp_path, batchers={"default": {"batch_size": 2}})
-    run.send([1, 5])
+def test_same_messages_in_two_generations_have_separate_outcomes(tmp_path):
+    run = Run(tmp_path, batchers={"default": {"batch_size": 2}}, numbers=[1, 5])
     first = run.process()
 
     # When the lease of the first task has lapsed, and the second receives its messages

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Message
-from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.custody.run_summary import lines_of
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats import record_batch as recording
@@ -23,7 +22,7 @@ from airflow_broadway.producers.sqlite.queue import SqliteQueue
 from airflow_broadway.staging import plan_choice as plans
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder
-from tests.unit.runs.steps import Run, Sums
+from tests.unit.runs.steps import Run, Sums, balanced
 
 COUNT = 120
 BATCHES = 11
@@ -32,10 +31,9 @@ DEAD = [n for n in range(COUNT) if n % 7 == 0 or n % 5 == 0]
 
 def done(folder: Path) -> Run:
     """A run of three process tasks, whose batches are done."""
-    made = Run(folder)
-    made.send(range(COUNT))
-    made.batch(*(made.process(index, max_messages=40) for index in range(3)))
-    return made
+    run = Run(folder, numbers=range(COUNT))
+    run.batch(*(run.process(index, max_messages=40) for index in range(3)))
+    return run
 
 
 def forget_copies(run: Run) -> None:
@@ -45,12 +43,12 @@ def forget_copies(run: Run) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path):
     return done(tmp_path)
 
 
-class Asked(Counter[str]):
-    """What is asked of the store, by kind and name."""
+class Requests(Counter[str]):
+    """Requests to the store, by kind and name."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -67,49 +65,45 @@ class Asked(Counter[str]):
         monkeypatch.setattr(Folder, kind, counted)
 
     def of(self, part: str) -> list[int]:
-        return [count for asked, count in self.items() if part in asked]
+        return [count for request, count in self.items() if part in request]
 
 
-def test_settling_reads_each_outcome_and_its_entries_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settling_reads_each_outcome_and_entry_file_once(tmp_path, monkeypatch):
     # Given exceptions in files of their own, and no copies of outcomes
     monkeypatch.setattr(recording, "INLINE_BYTES", 0)
     run = done(tmp_path)
     forget_copies(run)
-    asked = Asked(monkeypatch)
+    reads = Requests(monkeypatch)
 
     report = run.ack()
 
     # Then, with three generations and a report, each was read once
-    assert report["balanced"]
-    assert report["totals"]["received"] == COUNT
+    assert balanced(report)["received"] == COUNT
     files = len(list(run.folder.rglob("*.entries.jsonl")))
-    assert asked.of(".entries.jsonl") == [1] * files
+    assert reads.of(".entries.jsonl") == [1] * files
     assert files > 1
-    outcomes = [asked[each] for each in asked if "outcomes/" in each and each.endswith(".json")]
+    outcomes = [reads[name] for name in reads if "outcomes/" in name and name.endswith(".json")]
     assert outcomes == [1] * BATCHES
-    assert asked.of("plan.jsonl") == [1]
-    assert [asked[each] for each in asked if each.startswith("list outcomes/")] == [1]
+    assert reads.of("plan.jsonl") == [1]
+    assert [reads[name] for name in reads if name.startswith("list outcomes/")] == [1]
 
 
-def test_settling_reads_small_batches_together(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Asked(monkeypatch)
+def test_settling_reads_small_batches_together(run, monkeypatch):
+    reads = Requests(monkeypatch)
 
     report = run.ack()
 
     # Then the copies of all outcomes were read, with the entries in them, and nothing else
-    assert report["balanced"]
-    assert report["totals"]["received"] == COUNT
+    assert balanced(report)["received"] == COUNT
     assert not list(run.folder.rglob("*.entries.jsonl"))
     [gathered] = run.folder.rglob("gathered-*.jsonl")
-    assert [each.partition(" ")[0] for each in asked if "outcomes/" in each] == ["list", "read"]
-    assert asked.of(gathered.name) == [1]
+    assert [name.partition(" ")[0] for name in reads if "outcomes/" in name] == ["list", "read"]
+    assert reads.of(gathered.name) == [1]
     assert run.dead() == DEAD
 
 
 @pytest.mark.parametrize("harm", ["gone", "short", "other"])
-def test_copies_that_are_not_whole_decide_nothing(run: Run, harm: str) -> None:
+def test_incomplete_copies_decide_nothing(run, harm):
     [gathered] = run.folder.rglob("gathered-*.jsonl")
     text = gathered.read_text()
     if harm == "gone":
@@ -124,37 +118,33 @@ def test_copies_that_are_not_whole_decide_nothing(run: Run, harm: str) -> None:
     assert run.depth()[:3] == (0, 0, 0)
 
 
-def test_a_copy_alone_is_no_outcome(run: Run) -> None:
+def test_copy_alone_is_no_outcome(run):
     # Given a batch whose outcome is gone, and only its copy is left
-    path = max(run.folder.rglob("outcomes/default/*/*.json"), key=lambda each: each.stat().st_size)
+    path = max(run.folder.rglob("outcomes/default/*/*.json"), key=lambda file: file.stat().st_size)
     outcome = Outcome.loads(path.read_text(), path.name)
     path.unlink()
 
     report = run.ack()
 
-    # Then its messages are given back
-    assert report["balanced"]
-    assert report["totals"]["released"] == outcome.successful + outcome.failed > 0
+    # Then its messages are released
+    assert balanced(report)["released"] == outcome.successful + outcome.failed > 0
     assert run.depth()[0] == report["totals"]["released"]
 
 
-def test_exceptions_that_memory_does_not_hold_are_read_from_their_outcomes(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exceptions_beyond_memory_are_read_from_outcomes(run, monkeypatch):
     monkeypatch.setattr(plans, "KEPT_BYTES", 0)
     report = run.ack()
-    assert report["balanced"]
-    assert report["totals"]["dead_lettered"] == len(DEAD)
+    assert balanced(report)["dead_lettered"] == len(DEAD)
     assert run.dead() == DEAD
 
 
-def test_outcomes_are_read_many_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcomes_are_read_concurrently(run, monkeypatch):
     # Given reads that end only when another is under way
     forget_copies(run)
     pairs = threading.Barrier(2, timeout=20)
     read = Folder.read
 
-    def slow(folder: Folder, path: str) -> str:
+    def slow(folder, path):
         if path.startswith("outcomes/") and path.endswith(".json"):
             seen.append(path)
             if len(seen) <= BATCHES - BATCHES % 2:
@@ -163,29 +153,27 @@ def test_outcomes_are_read_many_at_a_time(run: Run, monkeypatch: pytest.MonkeyPa
 
     seen: list[str] = []
     monkeypatch.setattr(Folder, "read", slow)
-    assert run.ack()["balanced"]
+    assert balanced(run.ack())
     assert len(seen) == BATCHES
 
 
-def test_leases_are_renewed_while_outcomes_are_read(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leases_are_renewed_while_outcomes_are_read(run, monkeypatch):
     # Given a lease of a second, and reads that last until it has been renewed
     renewed = threading.Event()
     renew, read, lease_of = SqliteQueue.renew, Folder.read, StagedRun.lease
     generations: list[str] = []
 
-    def noted(queue: SqliteQueue, *given: Any, **named: Any) -> Any:
-        generations.append(str(given))
+    def noted(queue, *args, **kwargs):
+        generations.append(str(args))
         renewed.set()
-        return renew(queue, *given, **named)
+        return renew(queue, *args, **kwargs)
 
-    def slow(folder: Folder, path: str) -> str:
+    def slow(folder, path):
         if path.startswith("outcomes/"):
             assert renewed.wait(20)
         return read(folder, path)
 
-    def short(staged: StagedRun, generation: Any) -> Lease:
+    def short(staged, generation):
         return dataclasses.replace(lease_of(staged, generation), seconds=1.0)
 
     monkeypatch.setattr(SqliteQueue, "renew", noted)
@@ -194,8 +182,7 @@ def test_leases_are_renewed_while_outcomes_are_read(
 
     report = run.ack()
 
-    assert report["balanced"]
-    assert report["totals"]["lapsed"] == 0
+    assert balanced(report)["lapsed"] == 0
     assert generations
 
 
@@ -209,16 +196,13 @@ def shorten(path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", ["failed-*.jsonl", "*.entries.jsonl", "outcomes/*/*/*.json", "manifest.json"]
 )
-def test_damage_acks_nothing_and_the_next_run_has_all_of_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_damage_settles_nothing_and_next_run_receives_all(tmp_path, monkeypatch, kind):
     # Given a run of one generation whose failures have lost a line
     if "entries" in kind:
         monkeypatch.setattr(recording, "INLINE_BYTES", 0)
-    run = Run(tmp_path)
-    run.send(range(40))
+    run = Run(tmp_path, numbers=range(40))
     run.batch(run.process())
-    path = max(run.folder.rglob(kind), key=lambda each: each.stat().st_size)
+    path = max(run.folder.rglob(kind), key=lambda file: file.stat().st_size)
     if kind == "manifest.json":
         path.write_text(path.read_text().replace('"received": 40', '"received": 39'))
     elif "outcomes" in kind:
@@ -236,18 +220,16 @@ def test_damage_acks_nothing_and_the_next_run_has_all_of_it_again(
     assert not list(run.folder.rglob("journal-intent.json"))
 
     # And the next run, once this one has failed, receives all of it, marked
-    later = Run(run.folder, "manual__2", finished=["manual__1"])
-    later.batch(later.process())
-    report = later.ack()
-    assert report["balanced"]
-    assert report["totals"]["received"] == 40
+    later = run.next()
+    report = later.all()
+    assert balanced(report)["received"] == 40
     assert run.dead() == [n for n in range(40) if n % 7 == 0 or n % 5 == 0]
     assert run.depth()[:3] == (0, 0, 0)
     again = [call for call in later.calls() if call.redelivered]
     assert len(again) == len([n for n in range(40) if n % 7])
 
 
-def test_damage_of_one_generation_is_not_in_the_way_of_the_others(run: Run) -> None:
+def test_damage_of_one_generation_does_not_block_others(run):
     shorten(min(run.folder.rglob("failed-*.jsonl")))
     with pytest.raises(StagingDamaged):
         run.ack()
@@ -255,7 +237,7 @@ def test_damage_of_one_generation_is_not_in_the_way_of_the_others(run: Run) -> N
     assert run.depth()[2] == 40
 
 
-def test_what_is_restored_is_settled_when_ack_is_cleared(run: Run) -> None:
+def test_restored_file_is_settled_when_ack_is_cleared(run):
     path = next(run.folder.rglob("failed-*.jsonl"))
     whole = path.read_bytes()
     shorten(path)
@@ -263,15 +245,14 @@ def test_what_is_restored_is_settled_when_ack_is_cleared(run: Run) -> None:
         run.ack()
     path.write_bytes(whole)
     report = run.ack()
-    assert report["balanced"]
-    assert report["totals"]["received"] == COUNT
+    assert balanced(report)["received"] == COUNT
     assert run.depth()[:3] == (0, 0, 0)
 
 
 # ----------------------------------------------------------------------------------------- report
 
 
-def test_the_report_counts_failures_of_both_stages_and_says_why(run: Run) -> None:
+def test_report_counts_failures_of_both_stages_with_reasons(run):
     report = run.ack()
 
     sevens = len([n for n in range(COUNT) if n % 7 == 0])
@@ -286,7 +267,7 @@ def test_the_report_counts_failures_of_both_stages_and_says_why(run: Run) -> Non
     where = f"{sevens} before any batch, {fives} in batches of default"
     assert lines[1] == f"{sevens + fives} failed: {where}."
 
-    # And whoever looks again is told the same
+    # And a second read has the same result
     assert run.ack()["reasons"] == report["reasons"]
 
 
@@ -304,9 +285,7 @@ class Varied(Sums):
 @pytest.mark.parametrize(
     ("kinds", "others"), [(10, []), (11, ["1 other reason"]), (12, ["2 other reasons"])]
 )
-def test_a_report_names_ten_reasons_and_counts_the_others(
-    tmp_path: Path, kinds: int, others: list[str]
-) -> None:
+def test_report_names_ten_reasons_and_counts_the_others(tmp_path, kinds, others):
     # Given reasons of which the first is the rarest
     run = Run(tmp_path, pipeline=Varied)
     run.send(kind for kind in range(1, kinds + 1) for _ in range(kind))
@@ -314,6 +293,6 @@ def test_a_report_names_ten_reasons_and_counts_the_others(
 
     reasons = run.ack()["reasons"]
 
-    named = [f"reason {_LETTERS[kind]}" for kind in range(kinds, kinds - 10, -1)]
-    assert [each["reason"] for each in reasons] == named + others
-    assert sum(each["count"] for each in reasons) == kinds * (kinds + 1) // 2
+    largest = [f"reason {_LETTERS[kind]}" for kind in range(kinds, kinds - 10, -1)]
+    assert [reason["reason"] for reason in reasons] == largest + others
+    assert sum(reason["count"] for reason in reasons) == kinds * (kinds + 1) // 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +14,7 @@ from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.spark_batches import SparkBatches
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 from airflow_broadway.staging.plan_choice import Recorded
-from tests.unit.runs.steps import Run
-
-
-def filled(run: Run, count: int = 10) -> Run:
-    run.send(range(1, count + 1))
-    return run
+from tests.unit.runs.steps import TEN, Run, balanced
 
 
 def context_of(run: Run, started: datetime, states: dict[str, str | None]) -> Any:
@@ -46,11 +40,9 @@ def context_of(run: Run, started: datetime, states: dict[str, str | None]) -> An
 
 
 @pytest.mark.parametrize("watched", [False, True])
-def test_a_paused_dags_spark_task_keeps_the_lease_and_settles_what_it_recorded(
-    tmp_path: Path, watched: bool
-) -> None:
+def test_spark_task_of_a_paused_dag_keeps_the_lease_and_settles(tmp_path, watched):
     # Given a task whose application is about to start; a paused Dag's sensor looks no more
-    run = filled(Run(tmp_path))
+    run = Run(tmp_path, numbers=TEN)
     reference = run.process()
     run.batch(reference)  # what the application records
     heads = Recorded(run.staged).deciding(run.pipeline.batchers, reference["generation"])
@@ -77,16 +69,14 @@ def test_a_paused_dags_spark_task_keeps_the_lease_and_settles_what_it_recorded(
     # And when it has ended, it settles what has an outcome; a sensor that looks does that itself
     kept.__exit__(None, None, None)
     assert (run.depth()[2] == 0) is not watched
-    assert run.ack()["balanced"]
+    assert balanced(run.ack())
     assert run.depth() == (0, 0, 0, 3)
 
 
 @pytest.mark.parametrize(("timeout", "settles"), [(3600.0, False), (60.0, True)])
-def test_the_sensors_last_look_settles_what_is_done_and_gives_back_the_rest(
-    tmp_path: Path, timeout: float, settles: bool
-) -> None:
+def test_last_look_of_the_sensor_settles_and_releases_the_rest(tmp_path, timeout, settles):
     # Given a run of which one task still works, and a sensor that began two minutes ago
-    run = filled(Run(tmp_path, airflow=deployment()))
+    run = Run(tmp_path, airflow=deployment(), numbers=TEN)
     run.process()
     states: dict[str, str | None] = {"process": "success", "batch.default": "running"}
     sensor = BroadwayAckSensor(
@@ -102,5 +92,5 @@ def test_the_sensors_last_look_settles_what_is_done_and_gives_back_the_rest(
     # When it looks, and no look comes after it within its time
     assert sensor._check_run(context_of(run, started, states)) is None
 
-    # Then nothing is held any more: what failed is dead, what no batch has handled comes again
+    # Then no lease is left: failures are dead letters, unhandled messages are redelivered
     assert run.depth() == ((9, 0, 0, 1) if settles else (0, 0, 10, 0))

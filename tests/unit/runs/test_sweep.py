@@ -17,17 +17,15 @@ from airflow_broadway.core.formats import paths
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.metrics import Metric, MetricSink
 from airflow_broadway.testing import ManualClock
-from tests.unit.runs.steps import AS_AIRFLOW, Run, Sums
+from tests.unit.runs.steps import AS_AIRFLOW, Run, Sums, balanced
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    made = Run(tmp_path)
-    made.send(range(1, 7))
-    return made
+def run(tmp_path):
+    return Run(tmp_path, numbers=range(1, 7))
 
 
-def test_a_run_that_airflow_shows_running_keeps_its_messages(run: Run) -> None:
+def test_running_run_keeps_its_messages(run):
     run.process(max_messages=3)
 
     Run(run.folder, "manual__2").sweep()
@@ -35,7 +33,7 @@ def test_a_run_that_airflow_shows_running_keeps_its_messages(run: Run) -> None:
     assert run.depth() == (3, 0, 3, 0)
 
 
-def test_a_mapped_task_leaves_its_siblings_alone(run: Run) -> None:
+def test_mapped_task_ignores_its_siblings(run):
     run.process(0, max_messages=2)
     run.process(1, max_messages=2)
 
@@ -44,7 +42,7 @@ def test_a_mapped_task_leaves_its_siblings_alone(run: Run) -> None:
     assert run.depth() == (4, 0, 2, 0)
 
 
-def test_a_second_sweep_finds_nothing_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_sweep_has_nothing_to_do(run, monkeypatch):
     run.process(max_messages=3)
     run.sweep()
 
@@ -54,9 +52,7 @@ def test_a_second_sweep_finds_nothing_to_do(run: Run, monkeypatch: pytest.Monkey
     assert run.depth() == (6, 0, 0, 0)
 
 
-def test_a_broker_that_cannot_give_back_is_in_nobodys_way(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_release_is_retried_by_the_next_execution(run, monkeypatch):
     # Given a dead try, and a queue that refuses to take its messages back
     run.process(max_messages=3)
     settle = SqliteQueue.settle
@@ -71,12 +67,12 @@ def test_a_broker_that_cannot_give_back_is_in_nobodys_way(
     assert reference["received"] == 6
 
 
-def test_messages_of_another_queue_are_left_to_their_lease(run: Run) -> None:
+def test_messages_of_another_queue_are_left_to_their_lease(run):
     # Given a run whose producer was then pointed elsewhere
     run.process(max_messages=3)
     with SqliteQueue(run.folder / "queue.db", "other") as other:
         other.send([b"1"])
-    later = Run(run.folder, "manual__2", finished=["manual__1"])
+    later = run.next()
     later.pipeline = Sums(
         producer={"path": str(run.folder / "queue.db"), "queue": "other"},
         context={"calls": run.calls_path},
@@ -88,7 +84,7 @@ def test_messages_of_another_queue_are_left_to_their_lease(run: Run) -> None:
     assert run.depth() == (3, 0, 3, 0)
 
 
-def test_a_generation_that_never_received_is_closed_for_good(run: Run) -> None:
+def test_generation_that_never_received_is_closed(run):
     # Given a process task that died between opening its generation and receiving
     from airflow_broadway.core.errors import LeaseLapsed
 
@@ -102,13 +98,11 @@ def test_a_generation_that_never_received_is_closed_for_good(run: Run) -> None:
     with pytest.raises(LeaseLapsed):
         source.receive(5, timeout=0.0)
     source.close()
-    assert run.ack()["balanced"]
+    assert balanced(run.ack())
 
 
 @pytest.mark.parametrize("newer", ["manifest", "plan", "outcome", "lease", "record"])
-def test_a_sweep_releases_nothing_that_a_newer_release_wrote(
-    run: Run, caplog: pytest.LogCaptureFixture, newer: str
-) -> None:
+def test_sweep_releases_nothing_written_by_a_newer_release(run, caplog, newer):
     # A run that is over, one of whose files has a newer format
     reference = run.process(max_messages=3)
     run.batch(reference)
@@ -127,7 +121,7 @@ def test_a_sweep_releases_nothing_that_a_newer_release_wrote(
     path.write_text("\n".join([json.dumps(value), *rest]))
 
     # The next run leaves it alone, and names the release to use
-    later = Run(run.folder, "manual__2", finished=["manual__1"])
+    later = run.next()
     later.sweep()
 
     assert run.depth() == (3, 0, 3, 0)
@@ -139,9 +133,7 @@ def test_a_sweep_releases_nothing_that_a_newer_release_wrote(
 # -- two Airflows, one staging root ----------------------------------------------------------------
 
 
-def test_a_run_of_another_airflow_is_left_alone_until_its_lease_has_lapsed(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_of_another_airflow_is_skipped_until_its_lease_lapses(run, caplog):
     # A run at work in one Airflow, and a run in another, which does not know the first
     blue = Run(run.folder, "blue", airflow="blue")
     reference = blue.process(max_messages=3)
@@ -167,7 +159,7 @@ def test_a_run_of_another_airflow_is_left_alone_until_its_lease_has_lapsed(
     assert run.depth()[:3] == (2, 0, 3)
 
 
-def test_two_airflows_with_one_run_id_do_not_share_its_folder(run: Run) -> None:
+def test_two_airflows_with_one_run_id_do_not_share_its_folder(run):
     # Both have a run scheduled__1; the first has received
     blue, green = (Run(run.folder, "scheduled__1", airflow=name) for name in ("blue", "green"))
     reference = blue.process(max_messages=3)
@@ -204,7 +196,7 @@ class Counts(MetricSink):
         self.sums[name] += count
 
 
-def test_dead_letters_of_a_dead_run_are_counted_by_the_next(tmp_path: Path) -> None:
+def test_dead_letters_of_a_dead_run_are_counted_by_the_next(tmp_path):
     # Given a run whose messages have outcomes, and whose sensor was never there
     first = Run(tmp_path, "manual__1")
     first.send(range(1, 16))  # 7, 14 and 5, 10, 15 fail

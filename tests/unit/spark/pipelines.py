@@ -1,4 +1,4 @@
-"""Pipelines that the Spark tests run; a test gives them their callback by ``context``."""
+"""Pipelines that the Spark tests run; a test sets their callback as a class attribute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from airflow_broadway.core.model.run_info import RunInfo
 
 
 class Counting(Broadway):
-    """Calls ``Counting.callback``, and keeps what it was called with."""
+    """Calls ``Counting.callback``, and records its calls."""
 
     producer = Producer()
     batchers = {

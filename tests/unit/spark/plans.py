@@ -24,7 +24,9 @@ from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.staging.arrow_schema import SPARK_FILE_METADATA, arrow_struct
 from airflow_broadway.staging.plan_data_files import spark_key
+from tests.unit.planned import planned_batch
 
+METADATA = pa.map_(pa.string(), pa.string())
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 GENERATION = "0" * 31 + "1"
 
@@ -47,6 +49,10 @@ class Row:
     on_failure: str | None = None
     acked: bool = False
     source: int = 0
+
+
+#: Fields of a planned batch that a test sets directly.
+SAME = ("batch_key", "keys", "partition", "trigger", "error")
 
 
 @dataclass(frozen=True)
@@ -88,12 +94,8 @@ class Staged:
 
     def lease(self, *, generation: str = GENERATION, seconds: float = 3600) -> None:
         """Write a generation's lease, ending in so many seconds."""
-        lease = Lease(
-            kind="sqlite",
-            generation=generation,
-            seconds=900,
-            deadline=datetime.now(UTC) + timedelta(seconds=seconds),
-        )
+        deadline = datetime.now(UTC) + timedelta(seconds=seconds)
+        lease = Lease(kind="sqlite", generation=generation, seconds=900, deadline=deadline)
         self.files.replace(paths.lease(generation), json.dumps(lease.to_json()))
 
     def settle(self, *, generation: str = GENERATION) -> None:
@@ -118,9 +120,8 @@ class Staged:
             name = f"data-{len(data):05d}.parquet"
             tables = []
             for number, batch in enumerate(batches[start : start + batches_per_file], start):
-                tables.append(
-                    _table(batch.rows, number, position, parse(schema), as_bytes=as_bytes)
-                )
+                table = _table(batch.rows, number, position, parse(schema), as_bytes=as_bytes)
+                tables.append(table)
                 position += len(batch.rows)
                 planned.append(_planned(batch, number, len(data)))
             (self.root / path).mkdir(parents=True, exist_ok=True)
@@ -140,9 +141,8 @@ class Staged:
             root_id=self.root_id,
             host="host",
         )
-        self.files.write_lines(
-            f"{path}/plan.jsonl", [plan.dumps(), *(batch.dumps() for batch in planned)]
-        )
+        lines = [plan.dumps(), *(batch.dumps() for batch in planned)]
+        self.files.write_lines(f"{path}/plan.jsonl", lines)
         return plan
 
     def work(
@@ -166,17 +166,15 @@ class Staged:
 
     def outcomes(self, batcher: str) -> dict[str, Outcome]:
         """All outcomes of a batcher."""
-        return {
-            name.removesuffix(".json"): self.outcome(batcher, name.removesuffix(".json"))
-            for name in self.files.list(paths.outcomes(plan_path(batcher)))
-            if name.endswith(".json")
-        }
+        names = self.files.list(paths.outcomes(plan_path(batcher)))
+        ids = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+        return {batch_id: self.outcome(batcher, batch_id) for batch_id in ids}
 
     def entries(self, outcome: Outcome) -> dict[str, Entry]:
         """What an outcome's entries say, by message id."""
-        found = [line.entry for line in self.lines(outcome)]
-        by_id = {entry.message_id: entry for entry in found}
-        assert len(by_id) == len(found)
+        entries = [line.entry for line in self.lines(outcome)]
+        by_id = {entry.message_id: entry for entry in entries}
+        assert len(by_id) == len(entries)
         return by_id
 
     def lines(self, outcome: Outcome) -> list[EntryLine]:
@@ -184,8 +182,8 @@ class Staged:
         if outcome.exceptions is None:
             return []
         lines = entry_lines(self.files, outcome.exceptions, outcome.entries_sum)
-        found = [load_line(line) for line in lines]
-        return sorted(found, key=lambda line: (line.entry.message_id, line.source or 0))
+        entries = [load_line(line) for line in lines]
+        return sorted(entries, key=lambda line: (line.entry.message_id, line.source or 0))
 
 
 def parse(schema: str | None) -> pa.DataType | None:
@@ -194,49 +192,42 @@ def parse(schema: str | None) -> pa.DataType | None:
 
 def _planned(batch: Planned, number: int, file: int) -> PlannedBatch:
     share = len(batch.rows) // len(batch.generations)
-    return PlannedBatch(
-        batch_id=batch.batch_id,
+    return planned_batch(
+        batch.batch_id,
         rows=[[number, number]],
         files=[file],
-        batch_key=batch.batch_key,
-        keys=batch.keys,
-        partition=batch.partition,
         size=len(batch.rows),
         bytes=10 * len(batch.rows),
-        trigger=batch.trigger,
-        error=batch.error,
         redelivered=sum(row.redelivered for row in batch.rows),
         sources=dict.fromkeys(batch.generations, share),
+        **{name: getattr(batch, name) for name in SAME},
     )
 
 
 def _table(
-    given: Sequence[Row], number: int, position: int, data: pa.DataType | None, *, as_bytes: bool
+    rows: Sequence[Row], number: int, position: int, data: pa.DataType | None, *, as_bytes: bool
 ) -> pa.Table:
     if data is None:
         data = pa.binary() if as_bytes else pa.string()
     columns: dict[str, tuple[pa.DataType, list[Any]]] = {
-        "message_id": (pa.string(), [row.message_id for row in given]),
-        "data": (data, [row.data for row in given]),
-        "batch_key": (pa.string(), [spark_key(json.dumps(row.batch_key)) for row in given]),
-        "metadata": (
-            pa.map_(pa.string(), pa.string()),
-            [list(row.metadata.items()) for row in given],
-        ),
-        "attempt": (pa.int32(), [row.attempt for row in given]),
-        "redelivered": (pa.bool_(), [row.redelivered for row in given]),
-        "received_at": (pa.timestamp("us", tz="UTC"), [row.received_at for row in given]),
-        "position": (pa.int64(), [position + index for index in range(len(given))]),
-        "batch": (pa.int64(), [number] * len(given)),
-        "source": (pa.int32(), [row.source for row in given]),
-        "_receipt": (pa.string(), [row.receipt for row in given]),
-        "_on_success": (pa.string(), [row.on_success for row in given]),
-        "_on_failure": (pa.string(), [row.on_failure for row in given]),
-        "_acked": (pa.bool_(), [row.acked for row in given]),
+        "message_id": (pa.string(), [row.message_id for row in rows]),
+        "data": (data, [row.data for row in rows]),
+        "batch_key": (pa.string(), [spark_key(json.dumps(row.batch_key)) for row in rows]),
+        "metadata": (METADATA, [list(row.metadata.items()) for row in rows]),
+        "attempt": (pa.int32(), [row.attempt for row in rows]),
+        "redelivered": (pa.bool_(), [row.redelivered for row in rows]),
+        "received_at": (pa.timestamp("us", tz="UTC"), [row.received_at for row in rows]),
+        "position": (pa.int64(), [position + index for index in range(len(rows))]),
+        "batch": (pa.int64(), [number] * len(rows)),
+        "source": (pa.int32(), [row.source for row in rows]),
+        "_receipt": (pa.string(), [row.receipt for row in rows]),
+        "_on_success": (pa.string(), [row.on_success for row in rows]),
+        "_on_failure": (pa.string(), [row.on_failure for row in rows]),
+        "_acked": (pa.bool_(), [row.acked for row in rows]),
     }
-    if any(row.payload is not None for row in given):
-        columns["_payload"] = (pa.binary(), [row.payload for row in given])
-        columns["_properties"] = (pa.string(), [row.properties for row in given])
+    if any(row.payload is not None for row in rows):
+        columns["_payload"] = (pa.binary(), [row.payload for row in rows])
+        columns["_properties"] = (pa.string(), [row.properties for row in rows])
     return pa.table({name: pa.array(values, kind) for name, (kind, values) in columns.items()})
 
 

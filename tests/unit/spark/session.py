@@ -6,14 +6,11 @@ import atexit
 import functools
 import logging
 import os
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from typing import Any
 
 
 @functools.cache
-def spark_session() -> SparkSession:
+def spark_session() -> Any:
     """The session; ``local[2]``, with the settings of an application."""
     from airflow_broadway.spark.session import open_session
 
@@ -26,9 +23,9 @@ def spark_session() -> SparkSession:
     }
     arguments = " ".join(f"--conf {name}={value}" for name, value in conf.items())
     os.environ["PYSPARK_SUBMIT_ARGS"] = f"--master local[2] {arguments} pyspark-shell"
-    made = open_session()
-    made.sparkContext.setLogLevel("ERROR")
+    session = open_session()
+    session.sparkContext.setLogLevel("ERROR")
     # It logs when its sockets close, which may be after pytest has closed the log's stream.
     logging.getLogger("py4j").setLevel(logging.WARNING)
-    atexit.register(made.stop)
-    return made
+    atexit.register(session.stop)
+    return session

@@ -3,56 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.errors import LeaseLapsed
-from airflow_broadway.core.formats.outcome import Outcome
-from airflow_broadway.core.formats.plan import PlannedBatch
 from airflow_broadway.core.formats.store_clock import StoreClock
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.batch import BatchRunner
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
-from tests.unit.spark.test_log_ids import Session
+from tests.unit.spark.test_log_ids import Session, outcome
 
 
 @pytest.mark.parametrize(
-    ("offset", "left", "held"), [(900.0, 300.0, True), (-900.0, -300.0, False)]
+    ("offset", "left", "valid"), [(900.0, 300.0, True), (-900.0, -300.0, False)]
 )
-def test_a_lease_is_judged_by_the_folders_clock(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    offset: float,
-    left: float,
-    held: bool,
-) -> None:
+def test_lease_is_judged_by_the_folders_clock(tmp_path, monkeypatch, caplog, offset, left, valid):
     staged = Staged(tmp_path)
     plan = staged.plan("wide", [Planned("b0", rows(1))])
     staged.lease(seconds=left)
     seen: list[Callable[[], None]] = []
 
-    def handled(self: BatchRunner, planned: PlannedBatch, *, lane: int = 0) -> Outcome:
+    def handled(self, planned, *, lane=0):
         seen.append(lambda: self.app.ownership.check(planned.sources, fresh=True))
-        return Outcome(
-            batch_id=planned.batch_id, batcher="wide", plan=plan.path, successful=1, failed=0
-        )
+        return outcome(planned, plan)
 
     monkeypatch.setattr(BatchRunner, "run", handled)
     host = StoreClock(SystemClock(), offset)
     monkeypatch.setattr("airflow_broadway.spark.application.SystemClock", lambda: host)
-    session: Any = Session()
     work = staged.work(Counting, plan)
 
     for _ in range(2):  # a cluster may start a driver again with the same work
         caplog.clear()
-        run_work(session, staged.uri, staged.files, work)
-        assert sum("The clock of host" in each.getMessage() for each in caplog.records) == 1
-    if held:
+        run_work(Session(), staged.uri, staged.files, work)
+        assert sum("The clock of host" in record.getMessage() for record in caplog.records) == 1
+    if valid:
         seen[-1]()
     else:
         with pytest.raises(LeaseLapsed, match="lapsed at"):

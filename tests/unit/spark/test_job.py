@@ -16,66 +16,50 @@ from airflow_broadway.spark.session import REFUSED
 
 
 def work_file(root: Path, class_path: str) -> Work:
-    work = Work(
-        name="t",
-        try_number=1,
-        pipeline={"class": class_path, "options": {}},
-        run={},
-        plans=[],
-    )
-    LocalFiles(root).replace(paths.of_try("t", 1), work.dumps())
+    pipeline = {"class": class_path, "options": {}}
+    work = Work(name="t", try_number=1, pipeline=pipeline, run={}, plans=[])
+    LocalFiles(root).replace(paths.work("t", 1), work.dumps())
     return work
 
 
 @pytest.mark.parametrize("digest", ["of what the task wrote", None])
-def test_a_work_file_that_somebody_changed_imports_nothing(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    digest: str | None,
-) -> None:
-    # Given a work file that was written anew by somebody who can write into the staging folder
+def test_changed_work_file_imports_nothing(tmp_path, monkeypatch, caplog, digest):
+    # Given a work file that was replaced in the staging folder
     (tmp_path / "planted.py").write_text("open('planted.txt', 'w').close()")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     work = work_file(tmp_path / "run", "shop:Orders")
     work_file(tmp_path / "run", "planted:Any")
 
-    # When the driver starts with the digest that the task gave, or with none
-    given = ["--run", f"file://{tmp_path}/run", "--work", paths.of_try("t", 1)]
-    code = job.main([*given, "--sha256", work.digest] if digest else given)
+    # When the driver starts with the digest of the original file, or without one
+    arguments = ["--run", f"file://{tmp_path}/run", "--work", paths.work("t", 1)]
+    code = job.main([*arguments, "--sha256", work.digest] if digest else arguments)
 
-    # Then it refuses before anything that the file names is imported
+    # Then it refuses before it imports the pipeline
     assert code == REFUSED
     assert "it was changed, and nothing was run" in caplog.text
     assert not (tmp_path / "planted.txt").exists()
     assert "planted" not in sys.modules
 
 
-def test_a_driver_that_would_get_a_session_of_spark_connect_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_spark_connect_is_refused(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SPARK_REMOTE", "sc://spark.example")
     work = work_file(tmp_path, "shop:Orders")
-    given = ["--run", f"file://{tmp_path}", "--work", paths.of_try("t", 1)]
-    assert job.main([*given, "--sha256", work.digest]) == REFUSED
+    arguments = ["--run", f"file://{tmp_path}", "--work", paths.work("t", 1)]
+    assert job.main([*arguments, "--sha256", work.digest]) == REFUSED
     assert "SPARK_REMOTE is set for the driver: Spark Connect is not supported yet" in caplog.text
 
 
 @pytest.mark.parametrize(("version", "fits"), [("3.4.9", False), ("3.5.0", True)])
-def test_spark_is_refused_below_the_oldest_that_does_and_the_first_line_names_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    version: str,
-    fits: bool,
-) -> None:
-    # Given a driver whose run's folder is not there, which is looked at right after the versions
+def test_old_spark_is_refused_with_the_versions_in_the_first_line(
+    tmp_path, monkeypatch, caplog, version, fits
+):
+    # Given a missing run folder, which is checked right after the versions
     caplog.set_level("INFO")
     monkeypatch.setattr("pyspark.__version__", version)
 
-    given = ["--run", f"file://{tmp_path}", "--work", paths.of_try("t", 1), "--sha256", ""]
-    assert job.main(given) == REFUSED
+    arguments = ["--run", f"file://{tmp_path}", "--work", paths.work("t", 1), "--sha256", ""]
+    assert job.main(arguments) == REFUSED
 
     first = caplog.messages[0]
     assert f"on Python {platform.python_version()}" in first
@@ -85,9 +69,7 @@ def test_spark_is_refused_below_the_oldest_that_does_and_the_first_line_names_it
 
 
 @pytest.mark.parametrize(("version", "fits"), [((3, 9, 99), False), ((3, 10, 0), True)])
-def test_the_launcher_says_itself_that_its_python_is_too_old(
-    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], fits: bool
-) -> None:
+def test_launcher_refuses_an_old_python(monkeypatch, version, fits):
     monkeypatch.setattr("sys.version_info", version)
     code = compile(Path(launcher.__file__).read_text(), launcher.__file__, "exec")
     if fits:

@@ -1,4 +1,4 @@
-"""The pandas that the extra ``spark`` brings is one that PySpark takes without a warning."""
+"""PySpark accepts the pandas of the extra ``spark`` without a warning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from pyspark.sql.pandas.utils import require_minimum_pandas_version
 
 
-def test_pyspark_has_no_warning_for_the_log_of_each_application() -> None:
+def test_pyspark_does_not_warn_about_application_logs():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         require_minimum_pandas_version()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -12,12 +11,12 @@ from airflow_broadway.spark import Failed, failed
 from airflow_broadway.spark.results import read
 
 
-def test_ids_and_a_reason() -> None:
-    made = failed(["a", "b"], reason="bad")
-    assert [tuple(part) for part in made.parts] == [(("a", "b"), "bad")]
+def test_ids_with_a_reason():
+    failure = failed(["a", "b"], reason="bad")
+    assert [tuple(part) for part in failure.parts] == [(("a", "b"), "bad")]
 
 
-def test_several_combine() -> None:
+def test_results_combine():
     both = failed(["a"], reason="one") | failed(["b"], reason="two")
     listed = read([failed(["a"], reason="one"), failed(["b"], reason="two")])
     assert isinstance(listed, Failed)
@@ -28,30 +27,30 @@ def test_several_combine() -> None:
     ("returned", "code"),
     [("oops", "handle_batch_bad_return"), ([failed(["a"]), "oops"], "handle_batch_bad_element")],
 )
-def test_a_wrong_return_has_the_code_of_one(returned: Any, code: str) -> None:
+def test_wrong_return_has_its_code(returned, code):
     with pytest.raises(PipelineError, match=r"handle_batch returned .*'oops'") as raised:
         read(returned)
     assert raised.value.code == code
 
 
 @pytest.mark.parametrize("rows", ["m1", b"m1", {"m1": 1}, 7, None])
-def test_what_is_no_set_of_ids_is_refused(rows: Any) -> None:
+def test_failed_takes_only_collections_of_ids(rows):
     with pytest.raises(PipelineError, match="takes a DataFrame or an iterable of message ids"):
         failed(rows)
 
 
-def test_ids_that_are_no_text_are_refused() -> None:
+def test_ids_must_be_text():
     with pytest.raises(PipelineError, match="message ids as text, got: int 1"):
         failed([1, 2])
 
 
-def test_a_reason_that_is_no_text_is_refused() -> None:
+def test_reason_must_be_text():
     with pytest.raises(PipelineError, match="takes text or a Column, got: 5"):
         failed(["a"], reason=5)
 
 
 @pytest.mark.parametrize("value", [True, 0, "ok", ["a"], {"a": 1}, (1,), object()])
-def test_any_other_return_is_refused(value: Any) -> None:
+def test_other_returns_are_refused(value):
     with pytest.raises(PipelineError, match="on Spark it returns None when all messages succeeded"):
         read(value)
 
@@ -64,22 +63,19 @@ def test_any_other_return_is_refused(value: Any) -> None:
         (["message_id", "ok", "status"], "with both of the columns ok and status"),
     ],
 )
-def test_of_wrong_columns_a_reason_has_the_fault_and_the_cure_before_a_report_cuts_it(
-    columns: list[str], fault: str
-) -> None:
+def test_reason_of_wrong_columns_begins_with_fault_and_cure(columns, fault):
     frame = type("DataFrame", (), {"__module__": "pyspark.sql.frame", "columns": columns * 20})()
 
     with pytest.raises(PipelineError) as caught:
         read(frame)
 
-    kept = Status("error", caught.value).text[:200]
-    assert fault in kept
-    assert "return None if all succeeded, failed(rows, reason=…), or message_id, ok and reason" in (
-        kept
-    )
+    shortened = Status("error", caught.value).text[:200]
+    cure = "return None if all succeeded, failed(rows, reason=…), or message_id, ok and reason"
+    assert fault in shortened
+    assert cure in shortened
 
 
-def test_importing_it_loads_neither_spark_nor_airflow() -> None:
+def test_results_load_neither_spark_nor_airflow():
     code = (
         "import sys, airflow_broadway.spark, airflow_broadway.core.formats.ownership;"
         "import airflow_broadway.spark.files, airflow_broadway.spark.job;"

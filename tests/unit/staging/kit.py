@@ -1,4 +1,4 @@
-"""What the tests of staging share: a run on a temporary disk, and generations made of messages."""
+"""Shared by the tests of staging: a run on a temporary disk, and generations of messages."""
 
 from __future__ import annotations
 
@@ -57,10 +57,8 @@ ACKNOWLEDGER = NoAcknowledger()
 
 def pipeline_of(producer: Producer | None = None, **batchers: Batcher) -> Broadway:
     """A pipeline with these batchers."""
-    made = type(
-        "Pipeline", (Broadway,), {"producer": producer or Silent(), "batchers": dict(batchers)}
-    )
-    pipeline: Broadway = made()
+    attributes = {"producer": producer or Silent(), "batchers": batchers}
+    pipeline: Broadway = type("Pipeline", (Broadway,), attributes)()
     return pipeline
 
 
@@ -69,13 +67,8 @@ def open_run(
 ) -> StagedRun:
     """A run below a root."""
     uri = str(root) if "://" in str(root) else f"file://{root}"
-    return StagedRun(
-        Store.open(uri),
-        pipeline="Pipeline",
-        dag_id="dag",
-        run_id=run_id,
-        clock=clock or ManualClock(),
-    )
+    names = {"pipeline": "Pipeline", "dag_id": "dag", "run_id": run_id}
+    return StagedRun(Store.open(uri), **names, clock=clock or ManualClock())
 
 
 def lease_of(generation: str, *, seconds: float = 900.0) -> Lease:
@@ -89,17 +82,17 @@ def lease_of(generation: str, *, seconds: float = 900.0) -> Lease:
     )
 
 
-def message(number: int, data: Any = b"data", *, at: float = 0.0, **given: Any) -> Message:
+def message(number: int, data: Any = b"data", *, at: float = 0.0, **fields: Any) -> Message:
     """A message that a producer delivered ``at`` seconds after the start."""
-    delivery = given.pop("delivery", Delivery(receipt=f"receipt-{number}"))
+    delivery = fields.pop("delivery", Delivery(receipt=f"receipt-{number}"))
     return Message(
         data,
-        message_id=given.pop("message_id", f"m-{number}"),
+        message_id=fields.pop("message_id", f"m-{number}"),
         acknowledger=AckRef(ACKNOWLEDGER, "ref", delivery),
         received_at=START + timedelta(seconds=at),
         position=number,
-        size=given.pop("size", len(data) if isinstance(data, bytes) else 10),
-        **given,
+        size=fields.pop("size", len(data) if isinstance(data, bytes) else 10),
+        **fields,
     )
 
 
@@ -107,11 +100,9 @@ def open_generation(
     run: StagedRun, *, map_index: int = 0, try_number: int = 1, task_id: str = "process"
 ) -> GenerationRecord:
     """Open a generation."""
+    lease = lease_of(uuid.uuid4().hex)
     return run.open_generation(
-        task_id=task_id,
-        map_index=map_index,
-        try_number=try_number,
-        lease=lease_of(uuid.uuid4().hex),
+        task_id=task_id, map_index=map_index, try_number=try_number, lease=lease
     )
 
 
@@ -121,22 +112,12 @@ def manifest_of(
     received: int,
     *,
     settled_now: SettleReport | None = None,
-    **given: Any,
+    **fields: Any,
 ) -> Manifest:
     """A manifest."""
-    values: dict[str, Any] = {
-        "received_bytes": 0,
-        "failed": 0,
-        "batchers": {},
-        "files": {},
-        "entries": [],
-        "configured": False,
-        "dropped": {},
-        "stopped": "empty",
-        "started_at": START.isoformat(),
-        "ended_at": START.isoformat(),
-        **given,
-    }
+    nothing: dict[str, Any] = {"batchers": {}, "files": {}, "entries": [], "dropped": {}}
+    counts: dict[str, Any] = {"received_bytes": 0, "failed": 0, "configured": False}
+    times = dict.fromkeys(("started_at", "ended_at"), START.isoformat())
     return Manifest(
         generation=generation,
         root_id=run.store.root_id(),
@@ -144,14 +125,14 @@ def manifest_of(
         lease=lease_of(generation).to_json(),
         received=received,
         settled_now=(settled_now or SettleReport()).to_json(),
-        **values,
+        **{"stopped": "empty", **nothing, **counts, **times, **fields},
     )
 
 
 def stage(writer: ProcessWriter, pipeline: Broadway, *messages: Message) -> None:
     """Stage messages as the successes of one chunk."""
     rows = RowConverter(pipeline)
-    writer.messages([rows(each) for each in messages])
+    writer.messages([rows(message) for message in messages])
 
 
 def publish(
@@ -170,7 +151,7 @@ def publish(
     received = len(entries) + len(settled)
     with ProcessWriter(run, generation, pipeline) as writer:
         for chunk in chunks:
-            writer.messages([rows(each) for each in chunk])
+            writer.messages([rows(message) for message in chunk])
             received += len(chunk)
         writer.entries(entries)
         writer.entries(settled, settled=True)
@@ -193,13 +174,13 @@ def read_batch(run: StagedRun, plan: BatchPlan, batch: PlannedBatch) -> list[Mes
 
 def python_pipeline(**options: Any) -> Broadway:
     """A pipeline with the Python batcher ``b``."""
-    given = {"engine": "python", "batch_timeout": None, "batch_size": 3, **options}
-    return pipeline_of(b=Batcher(**given))
+    batcher = {"engine": "python", "batch_timeout": None, "batch_size": 3, **options}
+    return pipeline_of(b=Batcher(**batcher))
 
 
-def stream(count: int, start: int = 0, **given: Any) -> list[Message]:
+def stream(count: int, start: int = 0, **fields: Any) -> list[Message]:
     """Messages for the batcher ``b``, numbered from ``start``."""
-    return [message(number, batcher="b", **given) for number in range(start, start + count)]
+    return [message(number, batcher="b", **fields) for number in range(start, start + count)]
 
 
 def plan_of(
@@ -212,7 +193,7 @@ def plan_of(
 
 def ids(run: StagedRun, plan: BatchPlan, batch: PlannedBatch) -> list[int]:
     """The numbers of a batch's messages."""
-    return [each.position for each in read_batch(run, plan, batch)]
+    return [message.position for message in read_batch(run, plan, batch)]
 
 
 def record_outcome(
@@ -229,9 +210,9 @@ def record_outcome(
     summing = Summing()
     if entries or settled:
         name = paths.outcome_entries(plan.path, batch.batch_id, "test")
-        given = list(sources) or [None] * len(entries)
-        lines = [dump(each, source=at) for each, at in zip(entries, given, strict=True)]
-        lines += [dump(each, settled=True) for each in settled]
+        entry_sources = list(sources) or [None] * len(entries)
+        lines = [dump(entry, source=at) for entry, at in zip(entries, entry_sources, strict=True)]
+        lines += [dump(entry, settled=True) for entry in settled]
         run.files.write_lines(name, summing.through(lines))
     outcome = Outcome(
         batch_id=batch.batch_id,
@@ -246,10 +227,10 @@ def record_outcome(
 
 
 class FakeCustodian:
-    """Settles in memory: knows the ids that each lease holds, and what became of them."""
+    """Settles in memory; has the ids of all leases, and their verdicts."""
 
-    def __init__(self, held: dict[str, list[str]]) -> None:
-        self.held = {generation: set(ids) for generation, ids in held.items()}
+    def __init__(self, leases: dict[str, list[str]]) -> None:
+        self.leased = {generation: set(ids) for generation, ids in leases.items()}
         self.verdicts: dict[str, str] = {}
         self.calls = 0
         self.before: Callable[[], None] = lambda: None
@@ -258,7 +239,7 @@ class FakeCustodian:
         return lease
 
     def holds(self, lease: Lease) -> bool:
-        return bool(self.held.get(lease.generation))
+        return bool(self.leased.get(lease.generation))
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
         raise TypeError("this custodian settles at the end only")
@@ -269,15 +250,12 @@ class FakeCustodian:
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         self.calls += 1
         self.before()
-        held = self.held[lease.generation]
+        leased = self.leased[lease.generation]
         own = {entry.message_id: entry.verdict.action.value for entry in settlement.entries()}
-        for message_id in held:
+        for message_id in leased:
             self.verdicts.setdefault(message_id, own.get(message_id, settlement.rest.action.value))
-        counted = [self.verdicts[message_id] for message_id in held]
-        return SettleReport(
-            acked=counted.count("ack"),
-            requeued=counted.count("retry"),
-            dead_lettered=counted.count("dead_letter"),
-            left=counted.count("leave"),
-            released=counted.count("release"),
-        )
+        counted = [self.verdicts[message_id] for message_id in leased]
+        count = counted.count
+        counts: Any = {"requeued": count("retry"), "dead_lettered": count("dead_letter")}
+        counts |= {"acked": count("ack"), "left": count("leave"), "released": count("release")}
+        return SettleReport(**counts)

@@ -31,6 +31,7 @@ from tests.unit.passing import Passing
 from tests.unit.staging.kit import batches_of, manifest_of, message, open_generation, open_run
 
 NAN = float("nan")
+MORNING = datetime(2013, 1, 31, 5, tzinfo=UTC)
 EVENING = datetime(2013, 1, 31, 19, tzinfo=timezone(timedelta(hours=7)))
 NOON = datetime(2013, 1, 31, 12)  # noqa: DTZ001  # it has no zone to lose
 ID = uuid.UUID("12345678-1234-5678-1234-567812345678")
@@ -51,7 +52,7 @@ class Word(StrEnum):
 
 #: A batch: key, partition, size, trigger, id; and of each message id, data, key and metadata.
 _Batch = tuple[Any, int | None, int, str, str, list[Any]]
-#: What became of messages: the batches, and (id, reason) of each that failed before them.
+#: The batches, and (id, reason) of each message that failed before them.
 _Seen = tuple[list[_Batch], list[tuple[str, str]]]
 
 
@@ -59,24 +60,23 @@ def typed(value: Any) -> Any:
     """A value with the types of all its parts, to compare; NaN is like NaN."""
     kind = type(value).__name__
     if isinstance(value, (set, frozenset)):
-        return kind, sorted((typed(each) for each in value), key=repr)
+        return kind, sorted((typed(item) for item in value), key=repr)
     if isinstance(value, (list, tuple)):
-        return kind, [typed(each) for each in value]
+        return kind, [typed(item) for item in value]
     if isinstance(value, dict):
         return kind, [(typed(key), typed(item)) for key, item in value.items()]
     return kind, repr(value)
 
 
-def told(info: BatchInfo, messages: Sequence[Message]) -> _Batch:
-    shown = [
-        (each.message_id, typed(each.data), typed(each.batch_key), typed(dict(each.metadata)))
-        for each in messages
+def seen(info: BatchInfo, messages: Sequence[Message]) -> _Batch:
+    contents = [
+        (m.message_id, typed(m.data), typed(m.batch_key), typed(dict(m.metadata))) for m in messages
     ]
     key = typed(info.batch_key)
-    return key, info.partition, info.size, info.trigger.value, info.batch_id, shown
+    return key, info.partition, info.size, info.trigger.value, info.batch_id, contents
 
 
-def pipeline(**options: Any) -> Broadway:
+def pipeline_of(**options: Any) -> Broadway:
     class Case(Passing):
         name = "Case"
         producer = DummyProducer()
@@ -85,70 +85,55 @@ def pipeline(**options: Any) -> Broadway:
     return Case()
 
 
-def unstaged(made: Broadway, messages: list[Message]) -> _Seen:
-    driver = PipelineDriver(made)
-    driver.push([each.with_acknowledger(driver.message(0).acknowledger) for each in messages])
+def unstaged(pipeline: Broadway, messages: list[Message]) -> _Seen:
+    driver = PipelineDriver(pipeline)
+    driver.push([message.with_acknowledger(driver.message(0).acknowledger) for message in messages])
     driver.drain()
-    failed = [each for call in driver.acknowledger.calls for each in call.failed]
-    batches = [told(each.info, each.messages) for each in driver.batches]
-    return batches, [(each.message_id, each.status.text) for each in failed]
+    failed = [message for call in driver.acknowledger.calls for message in call.failed]
+    batches = [seen(batch.info, batch.messages) for batch in driver.batches]
+    return batches, [(m.message_id, m.status.text) for m in failed]
 
 
-def staged(made: Broadway, messages: list[Message], folder: str) -> _Seen:
+def staged(pipeline: Broadway, messages: list[Message], folder: str) -> _Seen:
     run = open_run(folder)
-    result = ProcessorStage(made, convert=RowConverter, ack=lambda good, bad: None).handle(messages)
+    result = ProcessorStage(pipeline, convert=RowConverter, ack=lambda good, bad: None).handle(
+        messages
+    )
     generation = open_generation(run).generation
-    with ProcessWriter(run, generation, made) as writer:
+    with ProcessWriter(run, generation, pipeline) as writer:
         writer.messages(result.successful)
     written = writer.close()
-    received, files = len(result.successful), written.files
-    assert run.publish(
-        manifest_of(run, generation, received, batchers=written.batchers, files=files)
-    )
-    plan = plan_batches(run, made, "default", [generation], try_label="1")
+    counts: Any = {"batchers": written.batchers, "files": written.files}
+    assert run.publish(manifest_of(run, generation, len(result.successful), **counts))
+    plan = plan_batches(run, pipeline, "default", [generation], try_label="1")
     batches = []
     with BatchReader(run, plan) as reader:
         for planned in batches_of(run, plan):
             key, trigger = load_key(planned.batch_key), Trigger(planned.trigger)
             size, name = planned.size, planned.batch_id
             info = BatchInfo("default", key, planned.partition, size, trigger, name)
-            batches.append(told(info, reader.read(planned)))
-    return batches, [(each.message_id, each.status.text) for each in result.failed]
+            batches.append(seen(info, reader.read(planned)))
+    return batches, [(m.message_id, m.status.text) for m in result.failed]
 
 
 def check_alike(messages: list[Message], **options: Any) -> _Seen:
-    """Check that both ways see the same; returns it."""
-    here = unstaged(pipeline(**options), messages)
+    """Checks that both ways see the same, and returns it."""
+    here = unstaged(pipeline_of(**options), messages)
     with tempfile.TemporaryDirectory() as folder:
-        there = staged(pipeline(**options), messages, folder)
+        there = staged(pipeline_of(**options), messages, folder)
     assert sorted(here[0], key=repr) == sorted(there[0], key=repr)
     assert here[1] == there[1]
     return here
 
 
 SAME: list[Any] = [
-    None,
-    True,
-    7,
-    2.5,
-    NAN,
-    float("-inf"),
-    "Zürich",
-    b"\xff\x00",
-    Decimal("1.50"),
-    Decimal("NaN"),
-    date(2013, 1, 31),
-    NOON,
-    EVENING.astimezone(UTC),
-    ID,
+    *(None, True, 7, 2.5, NAN, float("-inf"), "Zürich", b"\xff\x00", Decimal("1.50")),
+    *(Decimal("NaN"), date(2013, 1, 31), NOON, EVENING.astimezone(UTC), ID),
     [1, (2, 3), {4}, frozenset({(5, "6")})],
     {"a": {1: "x", None: b"y"}, (1, 2): [NAN]},
     {"!": [1]},
     {"!": ["tuple", [1]]},
-    10**30,
-    {},
-    (),
-    set(),
+    *(10**30, {}, (), set()),
 ]
 
 CHANGED = [
@@ -164,14 +149,14 @@ CHANGED = [
 
 
 @pytest.mark.parametrize("value", SAME, ids=lambda value: type(value).__name__)
-def test_a_python_batcher_gets_plain_values_as_they_were(value: Any) -> None:
+def test_python_batcher_gets_plain_values_unchanged(value):
     [batch], failed = check_alike([message(1, value, metadata={"m": value})])
     assert not failed
     assert batch[5][0][1:4:2] == (typed(value), typed({"m": value}))
 
 
 @pytest.mark.parametrize(("value", "plain"), CHANGED, ids=lambda value: type(value).__name__)
-def test_what_is_nearly_plain_becomes_plain(value: Any, plain: Any) -> None:
+def test_nearly_plain_values_become_plain(value, plain):
     [batch], _ = check_alike([message(1, value, metadata={"m": [value]})])
     assert batch[5][0][1:4:2] == (typed(plain), typed({"m": [plain]}))
 
@@ -187,100 +172,75 @@ REFUSED = [object(), lambda: 0, 1j, "\ud800", {"\ud800": 1}, {1: object}, circle
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("where", ["data", "metadata", "batch_key"])
-def test_what_cannot_be_staged_fails_its_message_everywhere(value: Any, where: str) -> None:
-    given: Any = {where: {"m": value} if where == "metadata" else value}
-    batches, failed = check_alike([message(1), message(2, **{"data": b"x", **given})])
-    assert [each for each, _ in failed] == ["m-2"]
+def test_unserializable_message_fails_everywhere(value, where):
+    attributes: Any = {where: {"m": value} if where == "metadata" else value}
+    batches, failed = check_alike([message(1), message(2, **{"data": b"x", **attributes})])
+    assert [message_id for message_id, _ in failed] == ["m-2"]
     assert sum(batch[2] for batch in batches) == 1
 
 
 @pytest.mark.parametrize("engine", ["python", "spark"])
-def test_a_schema_is_respected_everywhere(engine: str) -> None:
+def test_schema_is_respected_everywhere(engine):
     schema = "n int not null, f float, at timestamp, tags array<struct<k string, v float>>"
-    given = [
+    records = [
         {"n": 1, "f": 0.1, "at": "2013-01-31T12:00:00+07:00", "extra": 1},
         {"n": 2, "tags": [{"k": "a", "v": 0.1}, None], "at": EVENING},
         {"n": "3"},
         {"f": 1.0},
     ]
-    made = pipeline(schema=schema, engine=engine)
-    driver = PipelineDriver(made)
-    driver.push(given)
+    driver = PipelineDriver(pipeline_of(schema=schema, engine=engine))
+    driver.push(records)
     driver.drain()
     [batch] = driver.batches
-    assert [each.data for each in batch.messages] == [
-        {
-            "n": 1,
-            "f": 0.10000000149011612,
-            "at": datetime(2013, 1, 31, 5, tzinfo=UTC),
-            "tags": None,
-        },
-        {
-            "n": 2,
-            "f": None,
-            "at": EVENING,
-            "tags": [{"k": "a", "v": 0.10000000149011612}, None],
-        },
+    assert [message.data for message in batch.messages] == [
+        {"n": 1, "f": 0.10000000149011612, "at": MORNING, "tags": None},
+        {"n": 2, "f": None, "at": EVENING, "tags": [{"k": "a", "v": 0.10000000149011612}, None]},
     ]
-    [call] = [each for each in driver.acknowledger.calls if each.failed]
-    assert [each.data for each in call.failed] == given[2:]
+    [call] = [call for call in driver.acknowledger.calls if call.failed]
+    assert [m.data for m in call.failed] == records[2:]
     if engine == "python":
-        check_alike([message(n, data) for n, data in enumerate(given)], schema=schema)
+        check_alike([message(n, data) for n, data in enumerate(records)], schema=schema)
 
 
-def test_maps_and_nested_columns_are_read_alike() -> None:
+def test_maps_and_nested_columns_are_read_alike():
     schema = (
         "m map<string, float>, d map<date, array<int>>, s struct<a decimal(9,2), b binary>,"
         " t timestamp_ntz, e array<array<float>>"
     )
-    given = [
+    records = [
         {"m": {"a": 0.1, "b": None}, "d": {date(2026, 1, 1): [1, None]}, "e": [[0.1], None, []]},
         {"s": {"a": Decimal(3), "b": bytearray(b"x")}, "t": "2026-01-01T00:00:00.5", "m": {}},
         {"s": Point(1, 2)},
         {},
     ]
-    batches, failed = check_alike([message(n, each) for n, each in enumerate(given)], schema=schema)
+    batches, failed = check_alike(
+        [message(n, data) for n, data in enumerate(records)], schema=schema
+    )
     assert (len(batches), failed) == (1, [])
 
 
-def test_keys_are_one_key_everywhere_if_their_text_is_one() -> None:
+def test_keys_with_one_text_are_one_key_everywhere():
     keys = [1, True, 1.0, "1", b"1", NAN, float("nan"), frozenset("ab"), frozenset("ba"), Level.LOW]
-    keys += [
-        (1, "a"),
-        (True, "a"),
-        Point(1, 2),
-        (1, 2),
-        None,
-        Decimal(1),
-        Word.YES,
-        "yes",
-        0.0,
-        -0.0,
-    ]
+    keys += [(1, "a"), (True, "a"), Point(1, 2), (1, 2), None, Decimal(1), Word.YES, "yes"]
+    keys += [0.0, -0.0]
     batches, _ = check_alike([message(n, batch_key=key) for n, key in enumerate(keys)])
-    together = sorted([each[0] for each in batch[5]] for batch in batches)
-    assert [each for each in together if len(each) > 1] == [
-        ["m-0", "m-9"],
-        ["m-12", "m-13"],
-        ["m-16", "m-17"],
-        ["m-5", "m-6"],
-        ["m-7", "m-8"],
+    together = sorted([row[0] for row in batch[5]] for batch in batches)
+    assert [ids for ids in together if len(ids) > 1] == [
+        *(["m-0", "m-9"], ["m-12", "m-13"], ["m-16", "m-17"], ["m-5", "m-6"], ["m-7", "m-8"])
     ]
 
 
-def test_partition_by_that_raises_fails_its_message_everywhere() -> None:
+def test_raising_partition_by_fails_its_message_everywhere():
     options: Any = {"partition_by": lambda message: 1 // message.data, "concurrency": 2}
     messages = [message(n, n) for n in (1, 0, -1, 2)]
     batches, failed = check_alike(messages, **options)
-    assert [each for each, _ in failed] == ["m-0", "m--1"]
+    assert [message_id for message_id, _ in failed] == ["m-0", "m--1"]
     assert sorted(batch[1] or 0 for batch in batches) == [0, 1]
     assert failed[0][1].startswith("ZeroDivisionError")
 
 
-def test_partition_by_is_asked_of_what_handle_message_returned_and_the_splitter_of_the_row() -> (
-    None
-):
-    def split(message: Message, so_far: int) -> Any:
+def test_partition_by_sees_the_message_and_the_splitter_the_row():
+    def split(message, so_far):
         so_far += message.data["x"]
         return ("emit", 0) if so_far >= 3 else ("cont", so_far)
 
@@ -298,9 +258,9 @@ def test_partition_by_is_asked_of_what_handle_message_returned_and_the_splitter_
 
 
 @pytest.mark.parametrize("batch_size", [2, 3])
-def test_merged_keys_make_the_same_batches(batch_size: int) -> None:
-    given = [message(n, batch_key=key) for n, key in enumerate("abcab")]
-    batches, _ = check_alike(given, merge_keys=True, batch_size=batch_size)
+def test_merged_keys_make_the_same_batches(batch_size):
+    messages = [message(n, batch_key=key) for n, key in enumerate("abcab")]
+    batches, _ = check_alike(messages, merge_keys=True, batch_size=batch_size)
     assert all(batch[0] == typed(None) for batch in batches)
 
 
@@ -310,7 +270,7 @@ scalars = st.one_of(
     st.sampled_from([Level.LOW, Word.YES, Point(1, 2), "\ud800", "!", object()]),
 )
 keys = st.recursive(
-    scalars.filter(lambda each: not (isinstance(each, Decimal) and each.is_snan())),
+    scalars.filter(lambda key: not (isinstance(key, Decimal) and key.is_snan())),
     lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
     max_leaves=4,
 )
@@ -329,11 +289,9 @@ metadata = st.dictionaries(st.text(max_size=3) | st.integers(), values, max_size
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(values, keys, metadata), min_size=1, max_size=6))
-def test_whatever_messages_hold_their_batches_are_alike(given: list[Any]) -> None:
-    check_alike(
-        [
-            message(n, data, batch_key=key, metadata=about)
-            for n, (data, key, about) in enumerate(given)
-        ],
-        batch_size=3,
-    )
+def test_any_messages_make_the_same_batches(contents):
+    messages = [
+        message(n, data, batch_key=key, metadata=headers)
+        for n, (data, key, headers) in enumerate(contents)
+    ]
+    check_alike(messages, batch_size=3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from airflow_broadway.staging.archive.metadata import metadata_of, texts_of
@@ -20,10 +18,11 @@ from airflow_broadway.staging.archive.metadata import metadata_of, texts_of
         [{"a": {"b": [1, None]}}, {"a": {"b": [1, None]}}],
     ],
 )
-def test_each_message_keeps_its_own_metadata(metadata: list[dict[str, Any]]) -> None:
-    found = [metadata_of(text) for text in texts_of(metadata)]
+def test_each_message_keeps_its_own_metadata(metadata):
+    parsed = [metadata_of(text) for text in texts_of(metadata)]
 
-    assert found == metadata
-    assert [[type(each) for each in one.values()] for one in found] == [
-        [type(each) for each in one.values()] for one in metadata
-    ], "1, True and 1.0 are equal, and not the same"
+    assert parsed == metadata
+    types = [
+        [[type(value) for value in row.values()] for row in rows] for rows in (parsed, metadata)
+    ]
+    assert types[0] == types[1], "1, True and 1.0 are equal, and not the same"

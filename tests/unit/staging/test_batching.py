@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,18 +24,21 @@ from tests.unit.staging.kit import (
 )
 
 
-def test_batches_close_by_size_and_the_rest_at_the_end(tmp_path: Path) -> None:
+def sizes_of(run: Any, plan: Any, batches: Any) -> list[tuple[list[int], str]]:
+    """The numbers and the trigger of the batches."""
+    return [(ids(run, plan, batch), batch.trigger) for batch in batches]
+
+
+def test_batches_close_by_size_and_the_rest_is_flushed(tmp_path):
     run, pipeline = open_run(tmp_path), python_pipeline()
     plan, batches = plan_of(run, pipeline, publish(run, pipeline, [stream(7)]))
-    assert [(ids(run, plan, batch), batch.trigger) for batch in batches] == [
-        ([0, 1, 2], "size"),
-        ([3, 4, 5], "size"),
-        ([6], "flush"),
+    assert sizes_of(run, plan, batches) == [
+        *(([0, 1, 2], "size"), ([3, 4, 5], "size"), ([6], "flush"))
     ]
     assert (plan.messages, plan.batches, plan.triggers) == (7, 3, {"flush": 1, "size": 2})
 
 
-def test_a_key_that_is_no_text_is_the_batchs_key_as_json(tmp_path: Path) -> None:
+def test_non_text_key_is_json(tmp_path):
     run, pipeline = open_run(tmp_path), python_pipeline()
     keys: list[Any] = [("EWR", 1), None, 7, "7"]
     messages = [message(n, batcher="b", batch_key=key) for n, key in enumerate(keys)]
@@ -44,18 +46,15 @@ def test_a_key_that_is_no_text_is_the_batchs_key_as_json(tmp_path: Path) -> None
     assert [batch.batch_key for batch in batches] == [["EWR", 1], None, 7, "7"]
 
 
-def test_a_batch_times_out_by_when_its_messages_were_received(tmp_path: Path) -> None:
+def test_batch_timeout_counts_from_receipt(tmp_path):
     # Given chunks received at 0, 1.5 and 4 seconds, and a timeout of 2
     run, pipeline = open_run(tmp_path), python_pipeline(batch_timeout=2.0)
     chunks = [[message(n, batcher="b", at=at)] for n, at in enumerate((0.0, 1.5, 4.0))]
     plan, batches = plan_of(run, pipeline, publish(run, pipeline, chunks))
-    assert [(ids(run, plan, batch), batch.trigger) for batch in batches] == [
-        ([0, 1], "timeout"),
-        ([2], "flush"),
-    ]
+    assert sizes_of(run, plan, batches) == [([0, 1], "timeout"), ([2], "flush")]
 
 
-def test_what_is_staged_fills_batches_however_slowly_it_was_received(tmp_path: Path) -> None:
+def test_default_timeout_does_not_split_staged_batches(tmp_path):
     # Given messages that came two seconds apart, and Broadway's timeout of one second by default
     run = open_run(tmp_path)
     pipeline = pipeline_of(b=Batcher(engine="python", batch_size=4))
@@ -66,13 +65,10 @@ def test_what_is_staged_fills_batches_however_slowly_it_was_received(tmp_path: P
     plan, batches = plan_of(run, pipeline, publish(run, pipeline, chunks))
 
     # Then none of that time counts as waiting
-    assert [(ids(run, plan, batch), batch.trigger) for batch in batches] == [
-        ([0, 1, 2, 3], "size"),
-        ([4, 5], "flush"),
-    ]
+    assert sizes_of(run, plan, batches) == [([0, 1, 2, 3], "size"), ([4, 5], "flush")]
 
 
-def test_an_override_of_another_option_leaves_the_default_of_the_timeout(tmp_path: Path) -> None:
+def test_another_override_keeps_the_default_timeout(tmp_path):
     run = open_run(tmp_path)
     pipeline = pipeline_of(b=Batcher(engine="python", batch_size=4))
     changed = type(pipeline)(batchers={"b": {"batch_size": 2}})
@@ -82,21 +78,16 @@ def test_an_override_of_another_option_leaves_the_default_of_the_timeout(tmp_pat
 
 
 @pytest.mark.parametrize("group_rows", [3, 100], ids=["chunk-in-two-groups", "one-group"])
-def test_a_flush_reaches_to_the_end_of_its_chunk_and_no_further(
-    group_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flush_reaches_to_the_end_of_its_chunk(group_rows, tmp_path, monkeypatch):
     monkeypatch.setattr(writer_module, "GROUP_ROWS", group_rows)
     run, pipeline = open_run(tmp_path), python_pipeline(batch_size=100)
     flush = message(2, batcher="b", batch_mode="flush")
     chunks = [stream(2), [flush, message(3, batcher="b")], [message(4, batcher="b")]]
     plan, batches = plan_of(run, pipeline, publish(run, pipeline, chunks))
-    assert [(ids(run, plan, batch), batch.trigger) for batch in batches] == [
-        ([0, 1, 2, 3], "flush"),
-        ([4], "flush"),
-    ]
+    assert sizes_of(run, plan, batches) == [([0, 1, 2, 3], "flush"), ([4], "flush")]
 
 
-def test_redelivered_messages_and_sources_are_counted(tmp_path: Path) -> None:
+def test_redelivered_messages_and_sources_are_counted(tmp_path):
     run, pipeline = open_run(tmp_path), python_pipeline(batch_size=10)
     first = publish(run, pipeline, [stream(2)])
     again = [message(n, batcher="b", redelivered=True, message_id=f"o-{n}", at=1) for n in range(3)]
@@ -106,7 +97,7 @@ def test_redelivered_messages_and_sources_are_counted(tmp_path: Path) -> None:
     assert batch.sources == {first: 2, second: 3}
 
 
-def test_sources_are_merged_by_when_their_chunks_were_received(tmp_path: Path) -> None:
+def test_sources_are_merged_by_receipt_of_their_chunks(tmp_path):
     run, pipeline = open_run(tmp_path), python_pipeline(batch_size=100)
     first = [[message(n, batcher="b", at=n * 2.0)] for n in range(4)]
     second = [[message(10 + n, batcher="b", at=n * 3.0)] for n in range(4)]
@@ -118,7 +109,7 @@ def test_sources_are_merged_by_when_their_chunks_were_received(tmp_path: Path) -
     assert ids(run, plan, batch) == [0, 10, 1, 11, 2, 3, 12, 13]
 
 
-def test_a_clock_that_is_set_back_keeps_the_order_of_arrival(tmp_path: Path) -> None:
+def test_backward_clock_keeps_the_order_of_arrival(tmp_path):
     run, pipeline = open_run(tmp_path), python_pipeline(batch_size=100, batch_timeout=5.0)
     chunks = [[message(n, batcher="b", at=at)] for n, at in enumerate((10.0, 3.0, 11.0))]
     plan, [batch] = plan_of(run, pipeline, publish(run, pipeline, chunks))
@@ -126,12 +117,8 @@ def test_a_clock_that_is_set_back_keeps_the_order_of_arrival(tmp_path: Path) -> 
 
 
 streams = st.lists(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["a", "b", "c", 1, None]),  # key
-            st.booleans(),  # flush
-            st.integers(0, 50),  # size
-        ),
+    st.lists(  # of key, flush and size
+        st.tuples(st.sampled_from(["a", "b", "c", 1, None]), st.booleans(), st.integers(0, 50)),
         min_size=1,
         max_size=6,
     ),
@@ -149,14 +136,9 @@ streams = st.lists(
     timeout=st.one_of(st.none(), st.floats(0.5, 5)),
     merge=st.booleans(),
 )
-def test_whatever_comes_is_planned_once_in_order_and_the_same_way_again(
-    tmp_path: Path,
-    sources: list[list[list[tuple[Any, bool, int]]]],
-    size: int,
-    limit: int | None,
-    timeout: float | None,
-    merge: bool,
-) -> None:
+def test_any_messages_are_planned_once_in_order_and_reproducibly(
+    tmp_path, sources, size, limit, timeout, merge
+):
     # Given generations of chunks, whatever their keys, flushes and sizes
     pipeline = python_pipeline(
         batch_size=size, batch_bytes=limit, batch_timeout=timeout, merge_keys=merge
@@ -167,52 +149,44 @@ def test_whatever_comes_is_planned_once_in_order_and_the_same_way_again(
     expected: set[str] = set()
     for index, chunks in enumerate(sources):
         number = 0
-        made: list[list[Message]] = []
+        staged: list[list[Message]] = []
         for at, chunk in enumerate(chunks):
-            made.append([])
+            staged.append([])
             for key, flush, bytes_ in chunk:
-                made[-1].append(
-                    message(
-                        number,
-                        message_id=f"{index}-{number}",
-                        batcher="b",
-                        batch_key=key,
-                        batch_mode="flush" if flush else "bulk",
-                        size=bytes_,
-                        at=float(at),
-                    )
-                )
-                order.setdefault((index, key), []).append(f"{index}-{number}")
-                expected.add(f"{index}-{number}")
+                name, mode = f"{index}-{number}", "flush" if flush else "bulk"
+                fields = {"batcher": "b", "batch_key": key, "batch_mode": mode, "size": bytes_}
+                staged[-1].append(message(number, message_id=name, at=float(at), **fields))
+                order.setdefault((index, key), []).append(name)
+                expected.add(name)
                 number += 1
-        generations.append(publish(run, pipeline, made, map_index=index))
+        generations.append(publish(run, pipeline, staged, map_index=index))
 
     # When they are planned
     plan, batches = plan_of(run, pipeline, *generations)
 
     # Then every message is in exactly one batch
     with BatchReader(run, plan) as reader:
-        found = {batch.batch_id: reader.read(batch) for batch in batches}
-    ids_found = [each.message_id for messages in found.values() for each in messages]
-    assert len(found) == len(batches) == plan.batches
+        rows_by_batch = {batch.batch_id: reader.read(batch) for batch in batches}
+    ids_found = [message.message_id for messages in rows_by_batch.values() for message in messages]
+    assert len(rows_by_batch) == len(batches) == plan.batches
     assert sorted(ids_found) == sorted(expected)
     assert plan.messages == len(expected)
     # and no batch is larger than allowed
     for batch in batches:
-        assert batch.size == len(found[batch.batch_id]) <= size
-        assert batch.bytes == sum(each.size for each in found[batch.batch_id])
+        assert batch.size == len(rows_by_batch[batch.batch_id]) <= size
+        assert batch.bytes == sum(message.size for message in rows_by_batch[batch.batch_id])
         assert limit is None or batch.bytes <= limit or batch.size == 1
     # and the messages of a key keep their order, within batches and across them
     for (index, key), wanted in order.items():
-        got = [
-            each.message_id
-            for messages in found.values()
-            for each in messages
-            if type(each.batch_key) is type(key)
-            and each.batch_key == key
-            and each.message_id.startswith(f"{index}-")
+        planned = [
+            message.message_id
+            for messages in rows_by_batch.values()
+            for message in messages
+            if type(message.batch_key) is type(key)
+            and message.batch_key == key
+            and message.message_id.startswith(f"{index}-")
         ]
-        assert got == wanted
+        assert planned == wanted
     # and the same input makes the same batches, wherever it is planned
     run.store.folder(f"{run.path}/batches").remove_all()
     again, batches_again = plan_of(run, pipeline, *generations)

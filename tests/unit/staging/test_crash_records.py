@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -22,15 +21,15 @@ NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path):
     return Store.open(str(tmp_path))
 
 
-def test_a_pipeline_without_crashes_has_an_empty_history(store: Store) -> None:
+def test_pipeline_without_crashes_has_an_empty_history(store):
     assert load_crash_history(store, "orders", NOW) == CrashHistory()
 
 
-def test_messages_in_hand_are_counted_over_crashes(store: Store) -> None:
+def test_messages_in_hand_are_counted_over_crashes(store):
     record_crash(store, "orders", "g1", ["a", "b"], NOW)
     record_crash(store, "orders", "g2", ["a"], NOW + timedelta(seconds=1))
     record_crash(store, "orders", "g3", [], NOW + timedelta(seconds=2))
@@ -41,7 +40,7 @@ def test_messages_in_hand_are_counted_over_crashes(store: Store) -> None:
     assert history == CrashHistory(3, {"a": 2, "b": 1}, {"a": 1})
 
 
-def test_a_crash_that_is_recorded_twice_counts_once(store: Store) -> None:
+def test_repeated_record_of_a_crash_counts_once(store):
     record_crash(store, "orders", "g1", ["a"], NOW)
     record_crash(store, "orders", "g1", ["a"], NOW)
     record_crash(store, "orders", "g1", ["a"], NOW + timedelta(seconds=9))
@@ -49,22 +48,20 @@ def test_a_crash_that_is_recorded_twice_counts_once(store: Store) -> None:
     assert load_crash_history(store, "orders", NOW).in_hand == {"a": 1}
 
 
-def test_a_settlement_that_is_tried_again_and_again_leaves_one_record(
-    store: Store, tmp_path: Path
-) -> None:
+def test_retried_settlement_leaves_one_record(store, tmp_path):
     for number in range(9):
         record_crash(store, "orders", "g1", ["a"], NOW + timedelta(seconds=number))
     assert len([*tmp_path.glob("orders/_crashes/*")]) == 1
 
 
-def test_messages_may_each_have_been_alone_in_hand(store: Store) -> None:
+def test_several_messages_may_be_alone_in_hand(store):
     record_crash(store, "orders", "g1", ["a", "b", "c"], NOW, alone=["a", "b"])
     record_crash(store, "orders", "g2", ["d"], NOW, alone=[])
     history = load_crash_history(store, "orders", NOW)
     assert (sorted(history.in_hand), history.alone) == (["a", "b", "c", "d"], {"a": 1, "b": 1})
 
 
-def test_crashes_of_a_message_that_became_a_dead_letter_are_forgotten(store: Store) -> None:
+def test_crashes_of_a_dead_lettered_message_are_forgotten(store):
     later = [NOW + timedelta(seconds=number) for number in range(3)]
     record_crash(store, "orders", "g1", ["a", "b"], later[0])
     forget_crashes(store, "orders", "batch-1", ["a"], later[1])
@@ -75,11 +72,9 @@ def test_crashes_of_a_message_that_became_a_dead_letter_are_forgotten(store: Sto
     assert load_crash_history(store, "orders", NOW + 2 * KEPT) == CrashHistory()
 
 
-def test_a_record_of_a_process_that_was_stopped_blames_no_message_again(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_record_blames_no_dead_lettered_message(store, monkeypatch):
     # Given a process that is stopped as it records a crash
-    def settled_by_another(*_: object, **__: object) -> None:
+    def settled_by_another(*_, **__):
         record_crash(store, "orders", "g1", ["a"], NOW + timedelta(seconds=1))
         forget_crashes(store, "orders", "g2", ["a"], NOW + timedelta(seconds=2))
 
@@ -93,7 +88,7 @@ def test_a_record_of_a_process_that_was_stopped_blames_no_message_again(
     assert history == CrashHistory(1, {}, {})
 
 
-def test_a_record_is_kept_for_fourteen_days(store: Store) -> None:
+def test_record_is_kept_for_fourteen_days(store):
     record_crash(store, "orders", "g1", ["a"], NOW)
 
     assert load_crash_history(store, "orders", NOW + KEPT).crashes == 1
@@ -102,9 +97,7 @@ def test_a_record_is_kept_for_fourteen_days(store: Store) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"version": 99, "in_hand": ["a"]}', "", "{}", "[]"])
-def test_a_record_that_cannot_be_read_is_a_crash_all_the_same(
-    store: Store, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_record_still_counts_as_a_crash(store, text, caplog):
     record_crash(store, "orders", "g1", ["a"], NOW)
     folder = store.folder("orders/_crashes")
     [name] = folder.list("")
@@ -115,5 +108,5 @@ def test_a_record_that_cannot_be_read_is_a_crash_all_the_same(
 
 
 @pytest.mark.parametrize(("in_hand", "size"), [(0, None), (1, 25), (2, 5), (3, 1), (7, 1)])
-def test_portions_shrink_with_the_crashes_of_a_message(in_hand: int, size: int | None) -> None:
+def test_portions_shrink_with_the_crashes_of_a_message(in_hand, size):
     assert portion_size(in_hand) == size

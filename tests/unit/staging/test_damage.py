@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -40,9 +39,8 @@ class Ready:
     def __init__(self, root: Path, on_success: str = "ack") -> None:
         self.root = root
         self.run: StagedRun = open_run(root)
-        self.pipeline: Broadway = pipeline_of(
-            Silent(on_success=on_success), b=Batcher(batch_size=3)
-        )
+        producer = Silent(on_success=on_success)
+        self.pipeline: Broadway = pipeline_of(producer, b=Batcher(batch_size=3))
         messages = [message(n, batcher="b", delivery=Delivery(receipt="r")) for n in range(6)]
         self.generation = publish(self.run, self.pipeline, [messages], entries=[failed("early")])
         plan = plan_batches(self.run, self.pipeline, "b", [self.generation], try_label="1")
@@ -55,15 +53,15 @@ class Ready:
         return build_settlement(self.run, self.generation, self.pipeline, plans, final=True)[0]
 
     def all_read(self) -> None:
-        """Read all that a custodian may ask for."""
+        """Reads all that a custodian may need."""
         settlement = self.settlement()
         list(settlement.entries())
         assert settlement.everything is not None
         list(settlement.everything())
 
     def file(self, pattern: str) -> Path:
-        [found] = self.root.rglob(pattern)
-        return found
+        [path] = self.root.rglob(pattern)
+        return path
 
 
 def without_last_line(path: Path) -> None:
@@ -75,7 +73,7 @@ def torn(path: Path) -> None:
 
 
 def changed(path: Path) -> None:
-    """Another verdict, and JSON all the same."""
+    """Changes the verdict; the file stays JSON."""
     raw = path.read_bytes()
     for old, new in ((b"dead_letter", b'ack", "x": "y'), (b'"failed": 2', b'"failed": 1')):
         raw = raw.replace(old, new)
@@ -96,9 +94,7 @@ ENTRIES = ["failed-*.jsonl", "*.entries.jsonl"]
 
 @pytest.mark.parametrize("damage", [without_last_line, torn, changed, zeroed, gone])
 @pytest.mark.parametrize("pattern", ENTRIES)
-def test_a_damaged_file_of_entries_acks_nothing(
-    tmp_path: Path, pattern: str, damage: Callable[[Path], None]
-) -> None:
+def test_damaged_entries_file_acks_nothing(tmp_path, pattern, damage):
     ready = Ready(tmp_path)
     damage(ready.file(pattern))
     with pytest.raises(StagingDamaged, match=r"jsonl .*  Nothing of its generation is acknowl"):
@@ -106,14 +102,14 @@ def test_a_damaged_file_of_entries_acks_nothing(
 
 
 @pytest.mark.parametrize("damage", [without_last_line, torn, zeroed])
-def test_a_damaged_plan_acks_nothing(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_damaged_plan_acks_nothing(tmp_path, damage):
     ready = Ready(tmp_path)
     damage(ready.file("plan.jsonl"))
     with pytest.raises(StagingDamaged, match=r"plan\.jsonl"):
         ready.settlement()
 
 
-def test_a_changed_header_of_a_plan_acks_nothing(tmp_path: Path) -> None:
+def test_changed_plan_header_acks_nothing(tmp_path):
     ready = Ready(tmp_path)
     path = ready.file("plan.jsonl")
     path.write_text(path.read_text().replace('"messages":6', '"messages":5', 1))
@@ -121,7 +117,7 @@ def test_a_changed_header_of_a_plan_acks_nothing(tmp_path: Path) -> None:
         ready.settlement()
 
 
-def test_a_changed_outcome_or_manifest_acks_nothing(tmp_path: Path) -> None:
+def test_changed_outcome_or_manifest_acks_nothing(tmp_path):
     ready = Ready(tmp_path)
     [path] = [p for p in tmp_path.rglob("outcomes/b/*/*.json") if '"failed": 2' in p.read_text()]
     whole = path.read_text()
@@ -137,9 +133,7 @@ def test_a_changed_outcome_or_manifest_acks_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_success", ["ack", "noop"])
-def test_a_lost_or_shortened_file_of_messages_settles_nothing(
-    tmp_path: Path, on_success: str
-) -> None:
+def test_lost_or_shortened_message_file_settles_nothing(tmp_path, on_success):
     # Successes that are not simply acked are read from the data files, else from the messages
     ready = Ready(tmp_path, on_success)
     ready.all_read()
@@ -162,7 +156,7 @@ def test_a_lost_or_shortened_file_of_messages_settles_nothing(
     ready.all_read()
 
 
-def test_a_flipped_bit_in_a_column_is_found(tmp_path: Path) -> None:
+def test_flipped_bit_in_a_column_is_detected(tmp_path):
     ready = Ready(tmp_path)
     path = ready.file("part-*.parquet")
     column = pq.ParquetFile(path).metadata.row_group(0).column(0)
@@ -174,19 +168,18 @@ def test_a_flipped_bit_in_a_column_is_found(tmp_path: Path) -> None:
         ready.all_read()
 
 
-def test_more_received_than_staged_and_listed_is_damage(tmp_path: Path) -> None:
+def test_surplus_received_count_is_damage(tmp_path):
     ready = Ready(tmp_path)
     manifest = ready.run.manifest(ready.generation)
     assert manifest is not None
     more = dataclasses.replace(manifest, received=8)
     ready.run.files.replace(f"{ready.generation}/manifest.json", more.dumps())
-    with pytest.raises(
-        StagingDamaged, match="received 8 messages, but has 6 staged ones and 1 line of"
-    ):
+    text = "received 8 messages, but has 6 staged ones and 1 line of"
+    with pytest.raises(StagingDamaged, match=text):
         ready.settlement()
 
 
-def test_what_an_older_release_wrote_is_read_unchecked(tmp_path: Path) -> None:
+def test_files_of_an_older_release_are_read_unchecked(tmp_path):
     # Given files without sums and seals
     ready = Ready(tmp_path)
     for path in (*tmp_path.rglob("manifest.json"), *tmp_path.rglob("outcomes/b/*/*.json")):
@@ -200,5 +193,6 @@ def test_what_an_older_release_wrote_is_read_unchecked(tmp_path: Path) -> None:
     del value["seal"], value["lines"]
     plan.write_text("".join([json.dumps(value) + "\n", *lines]))
 
-    verdicts = {each.message_id: each.verdict.action.value for each in ready.settlement().entries()}
+    entries = ready.settlement().entries()
+    verdicts = {entry.message_id: entry.verdict.action.value for entry in entries}
     assert verdicts == dict.fromkeys(("early", "m-0", "m-1"), "dead_letter")

@@ -1,4 +1,4 @@
-"""Memory is flat: ten times the messages take no more of it, but for what each open batch costs."""
+"""Memory is constant: ten times the messages need no more, except for open batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MIB = 1024 * 1024
 
 
 @pytest.fixture(autouse=True)
-def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_bounds(monkeypatch):
     """Bounds that the smaller run passes several times, too."""
     monkeypatch.setattr(writer_module, "GROUP_ROWS", 4096)
     monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 8192)
@@ -44,7 +44,7 @@ def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peak(work: Callable[[], object]) -> float:
-    """MiB that Python and Arrow hold at most, beyond what they held before."""
+    """The peak of MiB that Python and Arrow allocate during the call."""
     pa.default_memory_pool().release_unused()
     before = pa.total_allocated_bytes()
     tracemalloc.start()
@@ -82,10 +82,10 @@ def stage(run: StagedRun, pipeline: Broadway, count: int) -> str:
     rows = RowConverter(pipeline)
     with ProcessWriter(run, generation, pipeline) as writer:
         for chunk in chunks(count):
-            writer.messages([rows(each) for each in chunk])
+            writer.messages([rows(message) for message in chunk])
     written = writer.close()
-    made = manifest_of(run, generation, count, batchers=written.batchers, files=written.files)
-    assert run.publish(made)
+    manifest = manifest_of(run, generation, count, batchers=written.batchers, files=written.files)
+    assert run.publish(manifest)
     return generation
 
 
@@ -99,19 +99,19 @@ def peaks_of(root: Path, pipeline: Broadway, count: int) -> dict[str, float]:
     def plan() -> None:
         plans.append(plan_batches(run, pipeline, "b", generations, try_label="1"))
 
-    found = {"stage": peak(lambda: generations.append(stage(run, pipeline, count)))}
-    found["plan"] = peak(plan)
+    peaks = {"stage": peak(lambda: generations.append(stage(run, pipeline, count)))}
+    peaks["plan"] = peak(plan)
     for batch in batches_of(run, plans[0])[:-1]:
         record_outcome(run, plans[0], batch)
     settlement, complete, _ = build_settlement(run, generations[0], pipeline, plans, final=False)
     assert not complete
-    found["settle"] = peak(lambda: settled.append(sum(1 for _ in settlement.entries())))
+    peaks["settle"] = peak(lambda: settled.append(sum(1 for _ in settlement.entries())))
     assert settled[0] > count / 2
-    return found
+    return peaks
 
 
 @pytest.mark.slow
-def test_ten_times_the_messages_take_no_more_memory(tmp_path: Path) -> None:
+def test_ten_times_the_messages_take_no_more_memory(tmp_path):
     pipeline = pipeline_of(b=Batcher(schema="n int, s string", batch_size=5000))
     stage(open_run(tmp_path, "warm"), pipeline, 1000)
     small, large = (peaks_of(tmp_path, pipeline, count) for count in (SMALL, LARGE))
@@ -120,20 +120,20 @@ def test_ten_times_the_messages_take_no_more_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_open_batch_costs_about_a_kilobyte(tmp_path: Path) -> None:
-    # Given as many messages of ten keys, and of a key each
+def test_open_batch_costs_about_a_kilobyte(tmp_path):
+    # Given the same messages with ten keys, and with distinct keys
     pipeline = pipeline_of(b=Batcher(schema="n int", batch_size=5000, batch_timeout=None))
 
-    def planning(keys: int) -> float:
+    def planning(keys):
         run = open_run(tmp_path, f"keys:{keys}")
-        given = [
+        messages = [
             [
                 message(n, {"n": n}, batcher="b", batch_key=n % keys)
                 for n in range(start, start + 50)
             ]
             for start in range(0, SMALL, 50)
         ]
-        generation = publish(run, pipeline, given)
+        generation = publish(run, pipeline, messages)
         return peak(lambda: plan_batches(run, pipeline, "b", [generation], try_label="1"))
 
     planning(11)

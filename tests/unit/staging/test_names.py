@@ -9,7 +9,7 @@ from airflow_broadway.staging.names import MAX_NAME, encode_name
 
 
 @given(st.text(max_size=60))
-def test_any_id_becomes_one_segment_that_every_file_system_takes(text: str) -> None:
+def test_any_id_becomes_one_portable_segment(text):
     name = encode_name(text)
     assert re.fullmatch(r"[A-Za-z0-9!-][A-Za-z0-9!_.-]*", name)
     assert len(name) <= MAX_NAME
@@ -17,22 +17,22 @@ def test_any_id_becomes_one_segment_that_every_file_system_takes(text: str) -> N
 
 @example(["r:" * 300, "r:" * 300 + "x"])
 @given(st.lists(st.text(alphabet="aé:_.!/", max_size=200), max_size=20, unique=True))
-def test_different_ids_never_share_a_folder(texts: list[str]) -> None:
+def test_different_ids_never_share_a_folder(texts):
     assert len({encode_name(text) for text in texts}) == len(texts)
 
 
-def test_a_scheduled_run_keeps_a_name_that_people_can_read() -> None:
+def test_scheduled_run_id_stays_readable():
     name = encode_name("scheduled__2026-01-01T00:05:00+00:00")
     assert name == "scheduled__2026-01-01T00!3A05!3A00!2B00!3A00"
 
 
-def test_names_of_our_own_are_never_those_of_a_run() -> None:
+def test_reserved_names_are_never_those_of_a_run():
     assert not encode_name("_open").startswith("_")
     assert not encode_name(".broadway-root.json").startswith(".")
     assert encode_name("..") == "!2E."
 
 
-def test_a_name_of_150_characters_stays_and_a_longer_one_is_cut_and_hashed() -> None:
+def test_name_over_150_characters_is_cut_and_hashed():
     assert MAX_NAME == 150
     assert encode_name("r" * 150) == "r" * 150
     cut = encode_name("r" * 151)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,7 +33,7 @@ def data_of(run: StagedRun, plan: BatchPlan) -> pa.Table:
     )
 
 
-def test_spark_gets_the_public_columns_in_their_types(tmp_path: Path) -> None:
+def test_spark_gets_the_public_columns_in_their_types(tmp_path):
     run = open_run(tmp_path)
     pipeline = pipeline_of(b=Batcher(schema="n int, at timestamp"))
     messages = [
@@ -75,19 +73,15 @@ def test_spark_gets_the_public_columns_in_their_types(tmp_path: Path) -> None:
         ([b"a", None, 1], False, ['"a"', None, "1"]),
     ],
 )
-def test_without_a_schema_data_is_binary_if_all_of_it_is_bytes_else_json(
-    tmp_path: Path, data: list[Any], as_bytes: bool, expected: list[Any]
-) -> None:
+def test_unschematized_data_is_binary_if_all_bytes_else_json(tmp_path, data, as_bytes, expected):
     run, pipeline = open_run(tmp_path), pipeline_of(b=Batcher())
-    messages = [message(n, each, batcher="b") for n, each in enumerate(data)]
+    messages = [message(n, value, batcher="b") for n, value in enumerate(data)]
     plan, _ = plan_of(run, pipeline, publish(run, pipeline, [messages]))
     assert plan.as_bytes is as_bytes
     assert data_of(run, plan)["data"].to_pylist() == expected
 
 
-def test_small_batches_share_row_groups_and_large_ones_have_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_batches_share_row_groups_and_large_ones_do_not(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_data_files, "OWN_GROUP_ROWS", 10)
     run, pipeline = open_run(tmp_path), python_pipeline(batch_size=100)
     keys = ["small-1"] * 3 + ["large"] * 10 + ["small-2"] * 4 + ["small-3"] * 3 + ["small-4"] * 2
@@ -99,9 +93,7 @@ def test_small_batches_share_row_groups_and_large_ones_have_their_own(
     assert {file.metadata.row_group(0).column(0).compression} == {"ZSTD"}
 
 
-def test_a_reader_looks_only_into_the_row_groups_of_its_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reader_reads_only_the_row_groups_of_its_batch(tmp_path, monkeypatch):
     # Given a small buffer and small row groups, and a batch in the middle of them
     monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 40)
     monkeypatch.setattr(plan_data_files, "OWN_GROUP_ROWS", 5)
@@ -111,19 +103,17 @@ def test_a_reader_looks_only_into_the_row_groups_of_its_batch(
     groups: list[int] = []
     read = ParquetFile.read
 
-    def counted(file: ParquetFile, group: int) -> pa.Table:
+    def counted(file, group):
         groups.append(group)
         return read(file, group)
 
     monkeypatch.setattr(ParquetFile, "read", counted)
     with BatchReader(run, plan) as reader:
-        assert [each.position for each in reader.read(batches[7])] == list(range(70, 80))
+        assert [m.position for m in reader.read(batches[7])] == list(range(70, 80))
     assert len(groups) == 1
 
 
-def test_a_reader_opens_each_file_once_for_all_its_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reader_opens_each_file_once_for_all_batches(tmp_path, monkeypatch):
     # Given a plan of many row groups, whose batches threads read in turn
     monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 40)
     monkeypatch.setattr(plan_data_files, "OWN_GROUP_ROWS", 5)
@@ -132,12 +122,12 @@ def test_a_reader_opens_each_file_once_for_all_its_batches(
     opened: list[str] = []
     source = Folder.source
 
-    def counted(folder: Folder, path: str) -> Any:
+    def counted(folder, path):
         opened.append(path)
         return source(folder, path)
 
     monkeypatch.setattr(Folder, "source", counted)
     with BatchReader(run, plan) as reader, ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(reader.read, batches))
-    assert [each.position for messages in found for each in messages] == list(range(200))
+        rows_by_batch = list(threads.map(reader.read, batches))
+    assert [row.position for rows in rows_by_batch for row in rows] == list(range(200))
     assert opened == [f"{plan.path}/{name}" for name in plan.data]

@@ -1,4 +1,4 @@
-"""Which plan of a batcher is made, and which stands."""
+"""The plan of a batcher: which is written, and which is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.staging import planner as planner_module
 from airflow_broadway.staging.batch_reader import BatchReader
-from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settling.journal import record_settled
 from tests.unit.staging.kit import (
     message,
@@ -28,9 +27,7 @@ from tests.unit.staging.kit import (
 )
 
 
-def test_more_than_a_thousand_spark_batches_say_so_with_the_cure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_too_many_spark_batches_are_noted_with_the_cure(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(planner_module, "MANY_BATCHES", 3)
     run, pipeline = open_run(tmp_path), pipeline_of(b=Batcher(batch_size=1))
     few, _ = plan_of(run, pipeline, publish(run, pipeline, [stream(3)]))
@@ -45,7 +42,7 @@ def test_more_than_a_thousand_spark_batches_say_so_with_the_cure(
 
 
 @pytest.mark.parametrize("handled", [0, 1])
-def test_a_plan_stands_even_if_the_options_have_changed(tmp_path: Path, handled: int) -> None:
+def test_plan_stands_though_the_options_have_changed(tmp_path, handled):
     # Given a plan in batches of 3, of which a callback may have seen some before it was killed
     run, pipeline = open_run(tmp_path), python_pipeline()
     generation = publish(run, pipeline, [stream(7)])
@@ -60,16 +57,16 @@ def test_a_plan_stands_even_if_the_options_have_changed(tmp_path: Path, handled:
     assert again == plan
 
 
-def test_a_batch_of_other_messages_or_of_another_key_has_another_id(tmp_path: Path) -> None:
-    def batch_id(run_id: str, names: str, key: str = "k", batcher: str = "b") -> str:
+def test_batch_id_depends_on_messages_key_and_batcher(tmp_path):
+    def batch_id(run_id, names, key="k", batcher="b"):
         run = open_run(tmp_path, run_id)
         options = Batcher(engine="python", batch_timeout=None, batch_size=3)
         pipeline = pipeline_of(None, **{batcher: options})
-        given = [
+        messages = [
             message(n, message_id=name, batcher=batcher, batch_key=key)
             for n, name in enumerate(names)
         ]
-        _, [batch] = plan_of(run, pipeline, publish(run, pipeline, [given]), batcher=batcher)
+        _, [batch] = plan_of(run, pipeline, publish(run, pipeline, [messages]), batcher=batcher)
         return batch.batch_id
 
     first = batch_id("one", "abc")
@@ -84,7 +81,7 @@ def test_a_batch_of_other_messages_or_of_another_key_has_another_id(tmp_path: Pa
     assert len({first, *others}) == 6
 
 
-def test_an_unfinished_try_is_passed_over(tmp_path: Path) -> None:
+def test_unfinished_try_is_ignored(tmp_path):
     run, pipeline = open_run(tmp_path), python_pipeline()
     generation = publish(run, pipeline, [stream(7)])
     plan, batches = plan_of(run, pipeline, generation)
@@ -94,9 +91,7 @@ def test_an_unfinished_try_is_passed_over(tmp_path: Path) -> None:
     assert plan_of(run, pipeline, generation)[0] == plan
 
 
-def test_a_generation_that_was_given_back_is_left_out_with_a_line_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_released_generation_is_left_out_and_logged(tmp_path, caplog):
     caplog.set_level("INFO")
     run, pipeline = open_run(tmp_path), python_pipeline()
     kept = publish(run, pipeline, [stream(2)])
@@ -111,13 +106,13 @@ def test_a_generation_that_was_given_back_is_left_out_with_a_line_in_the_log(
     assert f"generation {unpublished} is left out, for it is not published" in caplog.text
 
 
-def test_nothing_to_plan_is_a_plan_of_nothing(tmp_path: Path) -> None:
+def test_nothing_to_plan_is_an_empty_plan(tmp_path):
     run, pipeline = open_run(tmp_path), python_pipeline()
     plan, batches = plan_of(run, pipeline)
     assert (plan.messages, plan.batches, plan.data, batches) == (0, 0, [], [])
 
 
-def test_a_missing_message_file_is_an_error_and_no_plan(tmp_path: Path) -> None:
+def test_missing_message_file_is_an_error_and_no_plan(tmp_path):
     run, pipeline = open_run(tmp_path), python_pipeline()
     generation = publish(run, pipeline, [stream(2)])
     manifest = run.manifest(generation)
@@ -126,35 +121,27 @@ def test_a_missing_message_file_is_an_error_and_no_plan(tmp_path: Path) -> None:
     run.files.replace(f"{generation}/manifest.json", more.dumps())
     with pytest.raises(StagingError, match="name 3 messages, but their files hold 2"):
         plan_of(run, pipeline, generation)
-    assert BatchPlanFiles(run).plans() == []
+    assert [*Path(run.files.full("")).rglob("plan.jsonl")] == []
 
 
-class BatchPlanFiles:
-    def __init__(self, run: StagedRun) -> None:
-        self._root = Path(run.files.full(""))
-
-    def plans(self) -> list[Path]:
-        return list(self._root.rglob("plan.jsonl"))
-
-
-def test_what_another_plan_held_is_marked_when_it_is_batched_anew(tmp_path: Path) -> None:
+def test_replanned_messages_are_marked_redelivered(tmp_path):
     # Given a plan of two producers' messages, whose batches may have been handled
     run, pipeline = open_run(tmp_path), python_pipeline(batch_size=2)
-    kept = publish(run, pipeline, [[message(n, batcher="b") for n in range(3)]])
-    gone = publish(run, pipeline, [[message(n, batcher="b") for n in range(3, 6)]], map_index=1)
+    kept = publish(run, pipeline, [stream(3)])
+    gone = publish(run, pipeline, [stream(3, 3)], map_index=1)
     plan_of(run, pipeline, kept, gone)
 
     # When the second's process task is cleared, and receives anew
-    anew = publish(run, pipeline, [[message(n, batcher="b") for n in range(6, 9)]], map_index=1)
+    anew = publish(run, pipeline, [stream(3, 6)], map_index=1)
     plan, batches = plan_of(run, pipeline, kept, anew)
 
     # Then the first's come in other batches, and say so; the new ones do not
     with BatchReader(run, plan) as reader:
-        found = [each for batch in batches for each in reader.read(batch)]
-    marks = {each.message_id: each.redelivered for each in found}
+        rows = [row for batch in batches for row in reader.read(batch)]
+    marks = {row.message_id: row.redelivered for row in rows}
     assert marks == {f"m-{n}": n < 3 for n in (0, 1, 2, 6, 7, 8)}
     assert sum(batch.redelivered for batch in batches) == 3
-    # And so they do however often the plan is made
+    # And so they do however often the plan is written
     assert [b.redelivered for b in plan_of(run, pipeline, kept, anew)[1]] == [
         b.redelivered for b in batches
     ]

@@ -23,58 +23,55 @@ def settled_run(root: Path, run_id: str, clock: ManualClock) -> StagedRun:
     return run
 
 
-def sweep(run: StagedRun, clock: ManualClock, **given: Any) -> list[str]:
-    return sweep_retention(run.store, "Pipeline", "dag", clock=clock, **given)
+@pytest.fixture
+def clock():
+    return ManualClock()
 
 
-def test_a_balanced_run_is_removed_after_a_week(tmp_path: Path) -> None:
-    clock = ManualClock()
-    run = settled_run(tmp_path, "a:1", clock)
+@pytest.fixture
+def run(tmp_path, clock):
+    """A settled run with its mark of balance."""
+    run = settled_run(tmp_path, "a", clock)
     mark_balanced(run)
+    return run
 
+
+def sweep(run: StagedRun, clock: ManualClock, **options: Any) -> list[str]:
+    return sweep_retention(run.store, "Pipeline", "dag", clock=clock, **options)
+
+
+def test_balanced_run_is_removed_after_a_week(run, clock):
     clock.advance(KEEP)
     assert sweep(run, clock) == []
     clock.advance(1)
-    assert sweep(run, clock) == ["a:1"]
+    assert sweep(run, clock) == ["a"]
 
     assert run.generations() == []
     assert sweep(run, clock) == []
 
 
-def test_a_run_that_never_balanced_stays_whatever_its_age(tmp_path: Path) -> None:
-    clock = ManualClock()
+def test_unbalanced_run_stays_at_any_age(tmp_path, clock):
     run = settled_run(tmp_path, "a", clock)
     clock.advance(1000 * DAY)
     assert sweep(run, clock) == []
     assert len(run.generations()) == 1
 
 
-def test_an_unsettled_generation_keeps_its_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsettled_generation_keeps_its_run(run, clock, caplog):
     # Given a balanced run in which a task was cleared later
-    clock = ManualClock()
-    run = settled_run(tmp_path, "a", clock)
-    mark_balanced(run)
     open_generation(run, try_number=2)
     clock.advance(8 * DAY)
     assert sweep(run, clock) == []
     assert "run 'a' was marked balanced but has an unsettled generation: kept" in caplog.text
 
 
-def test_an_unsettled_generation_keeps_its_run_even_off_the_list(tmp_path: Path) -> None:
-    clock = ManualClock()
-    run = settled_run(tmp_path, "a", clock)
-    mark_balanced(run)
+def test_unsettled_generation_keeps_its_run_even_unlisted(run, clock):
     run.forget_open(open_generation(run, try_number=2).generation)
     clock.advance(8 * DAY)
     assert sweep(run, clock) == []
 
 
-def test_a_run_that_balanced_again_counts_from_then(tmp_path: Path) -> None:
-    clock = ManualClock()
-    run = settled_run(tmp_path, "a", clock)
-    mark_balanced(run)
+def test_rebalanced_run_counts_from_then(run, clock):
     clock.advance(5 * DAY)
     mark_balanced(run)
     clock.advance(5 * DAY)
@@ -84,8 +81,7 @@ def test_a_run_that_balanced_again_counts_from_then(tmp_path: Path) -> None:
     assert run.dag.list("_balanced") == []
 
 
-def test_one_call_removes_a_bounded_number_oldest_first(tmp_path: Path) -> None:
-    clock = ManualClock()
+def test_one_sweep_removes_a_bounded_number_oldest_first(tmp_path, clock):
     for number in range(5):
         mark_balanced(settled_run(tmp_path, f"r{number}", clock))
         clock.advance(60)
@@ -95,8 +91,7 @@ def test_one_call_removes_a_bounded_number_oldest_first(tmp_path: Path) -> None:
     assert sweep(run, clock, limit=2) == ["r2", "r3"]
 
 
-def test_a_sweep_removes_twenty_runs_at_most(tmp_path: Path) -> None:
-    clock = ManualClock()
+def test_sweep_removes_twenty_runs_at_most(tmp_path, clock):
     for number in range(21):
         mark_balanced(settled_run(tmp_path, f"r{number}", clock))
     clock.advance(8 * DAY)
@@ -105,9 +100,7 @@ def test_a_sweep_removes_twenty_runs_at_most(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gone", range(7))
-def test_who_dies_amid_the_removal_of_a_folder_is_finished_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: int
-) -> None:
+def test_interrupted_removal_of_a_folder_is_completed_by_next_sweep(tmp_path, monkeypatch, gone):
     # Given a run of two executions of which some files are removed when the remover dies
     clock = ManualClock()
     run = settled_run(tmp_path, "a", clock)
@@ -116,12 +109,12 @@ def test_who_dies_amid_the_removal_of_a_folder_is_finished_by_the_next(
     clock.advance(8 * DAY)
     calls = iter(range(gone))
 
-    def dies(path: str) -> None:
+    def dies(path):
         if next(calls, None) is None:
             raise KeyboardInterrupt
         Path(path).unlink(missing_ok=True)
 
-    def removed_in_some_order(backend: Any, path: str) -> None:
+    def removed_in_some_order(backend, path):
         for file in sorted(Path(path).rglob("*.json"), key=lambda file: file.parent.name):
             dies(str(file))
 
@@ -136,12 +129,7 @@ def test_who_dies_amid_the_removal_of_a_folder_is_finished_by_the_next(
     assert not (tmp_path / run.path).exists()
 
 
-def test_who_dies_while_removing_is_finished_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = ManualClock()
-    run = settled_run(tmp_path, "a", clock)
-    mark_balanced(run)
+def test_interrupted_removal_is_completed_by_next_sweep(run, clock, monkeypatch):
     clock.advance(8 * DAY)
     with monkeypatch.context() as patched:
         patched.setattr("airflow_broadway.staging.store.Folder.remove", lambda *_: 1 / 0)
@@ -151,9 +139,8 @@ def test_who_dies_while_removing_is_finished_by_the_next(
     assert run.dag.list("_balanced") == []
 
 
-def test_an_old_run_that_is_at_work_again_is_spared(tmp_path: Path) -> None:
+def test_active_old_run_is_spared(tmp_path, clock):
     # Given a run that balanced long ago, and was cleared
-    clock = ManualClock()
     run = open_run(tmp_path, clock=clock)
     run.files.create("some/file", "text")
     mark_balanced(run)
@@ -164,11 +151,11 @@ def test_an_old_run_that_is_at_work_again_is_spared(tmp_path: Path) -> None:
     assert sweep(run, clock) == [run.run_id]
 
 
-def test_what_the_dead_were_writing_beside_the_runs_is_removed_too(tmp_path: Path) -> None:
+def test_stale_temporary_files_next_to_runs_are_removed(tmp_path):
     clock = ManualClock(datetime.now(UTC))
     run = settled_run(tmp_path, "a", clock)
     run.dag.create("_balanced/any.txt", "")
-    strays = [tmp_path / "Pipeline/dag" / each / ".tmp-1" for each in ("", "_open", "_balanced")]
+    strays = [tmp_path / "Pipeline/dag" / name / ".tmp-1" for name in ("", "_open", "_balanced")]
     for stray in strays:
         stray.write_text("half")
 

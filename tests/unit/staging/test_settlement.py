@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -59,11 +60,11 @@ def everything(settlement: Settlement) -> dict[str, str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What becomes of each message
+# Verdicts
 # --------------------------------------------------------------------------------------------------
 
 
-def test_when_all_is_known_the_rest_is_acked_and_only_exceptions_are_named(tmp_path: Path) -> None:
+def test_complete_settlement_acks_the_rest_and_names_exceptions(tmp_path):
     # Given six messages in two batches with outcomes, one of them failed, and one failed before
     run, pipeline = open_run(tmp_path), pipeline_with()
     generation = publish(run, pipeline, [stream(6)], entries=[failed("early", Action.RETRY)])
@@ -82,18 +83,14 @@ def test_when_all_is_known_the_rest_is_acked_and_only_exceptions_are_named(tmp_p
     assert settlement.rest == ACK
     assert verdicts(settlement) == verdicts(settlement) == {"early": "retry", "m-1": "dead_letter"}
     assert settlement.expected == 7
-    assert everything(settlement) == {
-        "early": "receipt of early",
-        **{f"m-{n}": f"receipt-{n}" for n in range(6)},
-    }
+    receipts = {f"m-{n}": f"receipt-{n}" for n in range(6)}
+    assert everything(settlement) == {"early": "receipt of early", **receipts}
     assert (progress.received, progress.staged, progress.decided) == (7, 6, 6)
     assert (progress.batches, progress.recorded) == (2, 2)
 
 
 @pytest.mark.parametrize("decided", [0, 1])
-def test_of_a_batch_that_was_split_each_part_is_settled_by_its_own_outcome(
-    tmp_path: Path, decided: int
-) -> None:
+def test_parts_of_a_split_batch_are_settled_separately(tmp_path, decided):
     # Given two batches by key, whose positions alternate, and one of them in two parts
     run, pipeline = open_run(tmp_path), pipeline_with()
     messages = [message(number, batcher="b", batch_key=f"k{number % 2}") for number in range(6)]
@@ -101,31 +98,26 @@ def test_of_a_batch_that_was_split_each_part_is_settled_by_its_own_outcome(
     plan = planned(run, pipeline, generation)
     even, _ = sorted(batches_of(run, plan), key=lambda batch: str(batch.batch_key))
     parts = [
-        replace(
-            even,
-            batch_id=part_id(even.batch_id, number),
-            size=size,
-            sources={generation: size},
-            part=[[0, first], [0, last]],
-        )
-        for number, (first, last, size) in enumerate([(0, 2, 2), (4, 4, 1)])
+        replace(even, batch_id=part_id(even.batch_id, number), size=size, part=part)
+        for number, (size, part) in enumerate([(2, [[0, 0], [0, 2]]), (1, [[0, 4], [0, 4]])])
     ]
+    parts = [replace(part, sources={generation: part.size}) for part in parts]
     record_split(run.files, plan.path, "b", even, parts, "test")
 
     # When one part has an outcome, with a failure
-    held = [("m-0", "m-2"), ("m-4",)][decided]
-    record_outcome(run, plan, parts[decided], entries=[failed(held[0])])
+    first, *others = [("m-0", "m-2"), ("m-4",)][decided]
+    record_outcome(run, plan, parts[decided], entries=[failed(first)])
     settlement, complete, progress = build_settlement(run, generation, pipeline, [plan], final=True)
 
     # Then its messages alone are settled
     assert not complete
     assert settlement.rest == RELEASE
-    assert verdicts(settlement) == {held[0]: "dead_letter", **dict.fromkeys(held[1:], "ack")}
-    assert (progress.staged, progress.decided) == (6, len(held))
+    assert verdicts(settlement) == {first: "dead_letter", **dict.fromkeys(others, "ack")}
+    assert (progress.staged, progress.decided) == (6, 1 + len(others))
     assert (progress.batches, progress.recorded) == (3, 1)
 
 
-def test_batches_of_other_generations_do_not_count(tmp_path: Path) -> None:
+def test_batches_of_other_generations_do_not_count(tmp_path):
     run, pipeline = open_run(tmp_path), pipeline_with()
     first, second = (publish(run, pipeline, [stream(3, start)]) for start in (0, 3))
     plan = planned(run, pipeline, first, second)
@@ -137,7 +129,7 @@ def test_batches_of_other_generations_do_not_count(tmp_path: Path) -> None:
     assert (progress.batches, progress.recorded) == (1, 1)
 
 
-def test_a_plan_of_another_staging_root_is_refused(tmp_path: Path) -> None:
+def test_plan_of_another_root_is_refused(tmp_path):
     run, pipeline = open_run(tmp_path), pipeline_with()
     generation = publish(run, pipeline, [stream(3)])
     plan = replace(planned(run, pipeline, generation), root_id="another", host="elsewhere")
@@ -146,7 +138,7 @@ def test_a_plan_of_another_staging_root_is_refused(tmp_path: Path) -> None:
         build_settlement(run, generation, pipeline, [plan], final=True)
 
 
-def test_a_manifest_with_fewer_messages_than_its_files_is_damaged(tmp_path: Path) -> None:
+def test_manifest_with_too_few_messages_is_damaged(tmp_path):
     run, pipeline = open_run(tmp_path), pipeline_with()
     generation = publish(run, pipeline, [stream(3)])
     manifest = run.manifest(generation)
@@ -157,7 +149,7 @@ def test_a_manifest_with_fewer_messages_than_its_files_is_damaged(tmp_path: Path
         HeldMessages(recorded, replace(manifest, received=2), pipeline.producer, [])
 
 
-def test_what_has_no_outcome_is_released_and_what_has_one_is_settled_by_it(tmp_path: Path) -> None:
+def test_messages_with_outcome_are_settled_and_the_rest_released(tmp_path):
     run, pipeline = open_run(tmp_path), pipeline_with()
     generation = publish(run, pipeline, [stream(7)])
     plan = planned(run, pipeline, generation)
@@ -171,7 +163,7 @@ def test_what_has_no_outcome_is_released_and_what_has_one_is_settled_by_it(tmp_p
     assert (progress.decided, progress.staged) == (3, 7)
 
 
-def test_a_generation_that_published_nothing_is_released_whole(tmp_path: Path) -> None:
+def test_unpublished_generation_is_released_whole(tmp_path):
     run = open_run(tmp_path)
     generation = open_generation(run).generation
     settlement, complete, _ = build_settlement(run, generation, pipeline_with(), [], final=True)
@@ -180,9 +172,7 @@ def test_a_generation_that_published_nothing_is_released_whole(tmp_path: Path) -
     assert settlement.expected is None
 
 
-def test_a_batcher_without_a_plan_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_batcher_without_a_plan_is_named(tmp_path, caplog):
     run, pipeline = open_run(tmp_path), pipeline_with()
     generation = publish(run, pipeline, [stream(2)])
     _, complete, progress = build_settlement(run, generation, pipeline, None, final=True)
@@ -191,17 +181,13 @@ def test_a_batcher_without_a_plan_is_named(
     assert "2 of 2 staged messages released, without an outcome (no plan for b)" in (caplog.text)
 
 
-def test_what_a_callback_settled_at_once_is_settled_no_more(tmp_path: Path) -> None:
+def test_immediately_settled_messages_are_not_settled_again(tmp_path):
     # Given one settled in a processor and staged, one settled there and failed, one in its batch
     run, pipeline = open_run(tmp_path), pipeline_with(Silent(on_success="noop"))
     staged = message(0, batcher="b").with_acknowledger(NO_ACK)
-    generation = publish(
-        run,
-        pipeline,
-        [[staged, message(1, batcher="b"), message(2, batcher="b")]],
-        settled=[failed("early")],
-        settled_now=SettleReport(acked=1, dead_lettered=1),
-    )
+    now = SettleReport(acked=1, dead_lettered=1)
+    chunk = [staged, *stream(2, 1)]
+    generation = publish(run, pipeline, [chunk], settled=[failed("early")], settled_now=now)
     plan = planned(run, pipeline, generation)
     record_outcome(run, plan, batches_of(run, plan)[0], settled=[Entry("m-2", "", ACK)])
 
@@ -217,37 +203,27 @@ def test_what_a_callback_settled_at_once_is_settled_no_more(tmp_path: Path) -> N
     assert progress.settled_now == SettleReport(acked=2, dead_lettered=1)
 
 
-def test_a_batch_of_two_generations_settles_each_ones_own(tmp_path: Path) -> None:
+def test_shared_batch_settles_each_generation_separately(tmp_path):
     # Given an id that both generations hold, failed in one of them only
     run, pipeline = open_run(tmp_path), pipeline_with()
     first = publish(run, pipeline, [stream(1)])
     second = publish(run, pipeline, [stream(2)], map_index=1)
     plan = planned(run, pipeline, first, second)
     [batch] = batches_of(run, plan)
-    sources = [plan.generations.index(generation) for generation in (first, second)]
-    record_outcome(run, plan, batch, entries=[failed("m-0"), failed("m-1")], sources=sources)
+    entries, sources = [failed("m-0"), failed("m-1")], [plan.generations.index(first), None]
+    record_outcome(run, plan, batch, entries=entries, sources=sources)
 
-    found = {
+    settlements = {
         generation: build_settlement(run, generation, pipeline, [plan], final=False)[0]
         for generation in (first, second)
     }
 
-    assert verdicts(found[first]) == {"m-0": "dead_letter"}
-    assert verdicts(found[second]) == {"m-1": "dead_letter"}
+    # Then an entry that names its source is that one's, and any other goes by its id
+    assert verdicts(settlements[first]) == {"m-0": "dead_letter"}
+    assert verdicts(settlements[second]) == {"m-1": "dead_letter"}
 
 
-def test_an_entry_of_a_batch_of_two_generations_names_its_own(tmp_path: Path) -> None:
-    run, pipeline = open_run(tmp_path), pipeline_with()
-    first = publish(run, pipeline, [stream(1)])
-    second = publish(run, pipeline, [stream(2)], map_index=1)
-    plan = planned(run, pipeline, first, second)
-    record_outcome(run, plan, batches_of(run, plan)[0], entries=[failed("m-1")])
-
-    with pytest.raises(StagingDamaged, match="'m-1' names no generation"):
-        build_settlement(run, second, pipeline, [plan], final=False)
-
-
-def test_the_body_goes_with_what_is_published_again(tmp_path: Path) -> None:
+def test_republished_messages_carry_their_body(tmp_path):
     run, pipeline = open_run(tmp_path), pipeline_with(Republishing(on_success="noop"))
     delivery = Delivery(payload=b"body", properties="{}")
     generation = publish(run, pipeline, [[message(0, batcher="b", delivery=delivery)]])
@@ -258,7 +234,7 @@ def test_the_body_goes_with_what_is_published_again(tmp_path: Path) -> None:
     assert (entry.payload, entry.properties) == (b"body", "{}")
 
 
-def test_the_newest_plan_that_holds_a_generation_decides(tmp_path: Path) -> None:
+def test_newest_plan_of_a_generation_decides(tmp_path):
     # Given a batcher that was cleared together with one of two process tasks
     clocked = open_run(tmp_path)
     pipeline = pipeline_with()
@@ -293,7 +269,7 @@ def settle(
     return settle_generation(run, record, custodian, settlement, progress=progress, by="test")
 
 
-def test_settling_is_journalled_and_taken_off_the_sweeps_list(tmp_path: Path) -> None:
+def test_settlement_is_journalled_and_unlisted(tmp_path):
     run, pipeline, generation, plan = ready(tmp_path)
     custodian = FakeCustodian({generation: ["m-0", "m-1", "m-2"]})
     report = settle(run, pipeline, generation, plan, custodian)
@@ -304,19 +280,16 @@ def test_settling_is_journalled_and_taken_off_the_sweeps_list(tmp_path: Path) ->
     assert run.state(generation) == "settled"
     assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
 
-    # Who settles it again is told the same, and asks no broker
+    # Settling again returns the same report without the broker
     assert settle(run, pipeline, generation, plan, custodian) == report
     assert custodian.calls == 1
 
 
-def test_a_broker_that_fails_leaves_the_generation_unsettled_for_the_next(tmp_path: Path) -> None:
+def test_failed_broker_leaves_the_generation_to_the_next_settlement(tmp_path):
     run, pipeline, generation, plan = ready(tmp_path)
     custodian = FakeCustodian({generation: ["m-0", "m-1", "m-2"]})
 
-    def fail() -> None:
-        raise ProducerUnavailable("away")
-
-    custodian.before = fail
+    custodian.before = mock.Mock(side_effect=ProducerUnavailable("away"))
     with pytest.raises(ProducerUnavailable):
         settle(run, pipeline, generation, plan, custodian)
     assert run.state(generation) == "settling"
@@ -332,19 +305,15 @@ def test_a_broker_that_fails_leaves_the_generation_unsettled_for_the_next(tmp_pa
 # --------------------------------------------------------------------------------------------------
 
 
-def test_an_outcome_counts_only_for_the_execution_whose_messages_it_judged(tmp_path: Path) -> None:
+def test_outcome_counts_only_for_its_own_execution(tmp_path):
     # Given a batch with an outcome, whose messages went back (its process task was cleared) and
     # were received again
     run, pipeline = open_run(tmp_path), pipeline_with()
     first = publish(run, pipeline, [stream(3)])
     before = planned(run, pipeline, first)
     record_outcome(run, before, batches_of(run, before)[0], entries=[failed("m-1")])
-    settle_generation(
-        run,
-        run.generation(first),
-        FakeCustodian({first: ["m-0", "m-1", "m-2"]}),
-        Settlement(rest=RELEASE),
-    )
+    custodian = FakeCustodian({first: ["m-0", "m-1", "m-2"]})
+    settle_generation(run, run.generation(first), custodian, Settlement(rest=RELEASE))
     second = publish(run, pipeline, [stream(3)])
 
     # When they are batched anew, into the same batch
@@ -353,16 +322,14 @@ def test_an_outcome_counts_only_for_the_execution_whose_messages_it_judged(tmp_p
         b.batch_id for b in batches_of(run, before)
     ]
 
-    # Then it has no outcome yet: nobody has handled it for this execution
+    # Then it has no outcome yet: it was not handled for this execution
     assert [outcome for _, outcome in Recorded(run).outcomes(after)] == [None]
     settlement, complete, _ = build_settlement(run, second, pipeline, [after], final=False)
     assert not complete
     assert (settlement.rest, verdicts(settlement)) == (RELEASE, {})
 
 
-def test_a_failure_recorded_beside_another_execution_is_no_success_without_it(
-    tmp_path: Path,
-) -> None:
+def test_failure_next_to_another_execution_is_no_success_without_it(tmp_path):
     # Given batches of two producers, of which the second's has an outcome with a failure in it
     run, pipeline = open_run(tmp_path), pipeline_of(b=Batcher(batch_size=3))
     gone = publish(run, pipeline, [[m.put_batch_key("a") for m in stream(3)]])

@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
@@ -24,8 +26,8 @@ from tests.unit.staging.kit import open_generation, open_run
 
 
 @pytest.fixture(params=["file", "memory", "driver"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    """A folder on each kind of file system that needs no server, and that of a Spark driver."""
+def folder(request, tmp_path):
+    """Folders on the file systems without a server, and that of a Spark driver."""
     if request.param == "driver":
         yield LocalFiles(tmp_path)
         return
@@ -38,27 +40,25 @@ def left_over(root: Path) -> list[str]:
     return [str(path) for path in root.rglob(f"{TEMPORARY}*")]
 
 
-def test_a_file_is_created_once_and_the_first_text_stands(folder: Folder) -> None:
+def test_file_is_created_once_and_the_first_text_stands(folder):
     assert folder.create("a/b.json", "first")
     assert not folder.create("a/b.json", "second")
     assert folder.read("a/b.json") == "first"
 
 
-def test_replacing_a_file_leaves_the_last_text(folder: Folder) -> None:
+def test_replacing_a_file_leaves_the_last_text(folder):
     folder.replace("a.json", "first")
     folder.replace("a.json", "sécond")
     assert folder.read("a.json") == "sécond"
 
 
-def test_lines_come_back_as_they_were_written(folder: Folder) -> None:
+def test_lines_round_trip(folder):
     lines = ["", "a\u2028b", '{"x": 1}', "é"]
     assert folder.write_lines("a.jsonl", iter(lines)) == 4
     assert list(folder.lines("a.jsonl")) == lines
 
 
-def test_a_folder_that_is_not_there_lists_nothing_and_its_files_are_not_found(
-    folder: Folder,
-) -> None:
+def test_missing_folder_lists_nothing_and_has_no_files(folder):
     assert folder.list("nowhere") == []
     assert not folder.exists("nowhere/x")
     with pytest.raises(FileNotFoundError):
@@ -67,14 +67,14 @@ def test_a_folder_that_is_not_there_lists_nothing_and_its_files_are_not_found(
         list(folder.lines("nowhere/x"))
 
 
-def test_names_are_listed_in_order(folder: Folder) -> None:
+def test_names_are_listed_in_order(folder):
     for name in ("b", "a", "c"):
         folder.create(f"x/{name}", "")
     assert folder.list("x") == ["a", "b", "c"]
 
 
-def test_a_stream_that_fails_leaves_no_file(folder: Folder) -> None:
-    def lines() -> Iterator[str]:
+def test_failed_stream_leaves_no_file(folder):
+    def lines():
         yield "one"
         raise RuntimeError("halfway")
 
@@ -84,7 +84,7 @@ def test_a_stream_that_fails_leaves_no_file(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("folder", ["file", "memory"], indirect=True)
-def test_a_removed_folder_is_gone_and_may_be_removed_again(folder: Folder) -> None:
+def test_folder_may_be_removed_twice(folder):
     folder.create("x/y/z", "")
     folder.remove_all()
     folder.remove_all()
@@ -92,28 +92,20 @@ def test_a_removed_folder_is_gone_and_may_be_removed_again(folder: Folder) -> No
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "a\\b", "a\0b"])
-def test_no_path_leads_out_of_the_folder(folder: Folder, tmp_path: Path, path: str) -> None:
+def test_no_path_leads_out_of_the_folder(folder, tmp_path, path):
     (tmp_path.parent / "x").write_text("another's")
-    asked: list[Callable[[], object]] = [
-        lambda: folder.read(path),
-        lambda: folder.exists(path),
-        lambda: folder.list(path),
-        lambda: folder.create(path, "text"),
-        lambda: folder.replace(path, "text"),
-        lambda: folder.write_lines(path, ["text"]),
-        lambda: list(folder.lines(path)),
-    ]
-    for ask in asked:
+    writes = [(folder.create, "text"), (folder.replace, "text"), (folder.write_lines, ["text"])]
+    calls: list[Any] = [folder.read, folder.exists, folder.list, lambda p: list(folder.lines(p))]
+    calls += [partial(lambda write, text, p: write(p, text), *write) for write in writes]
+    for call in calls:
         with pytest.raises(StagingError, match="is no path below"):
-            ask()
+            call(path)
     assert (tmp_path.parent / "x").read_text() == "another's"
 
 
 @pytest.mark.parametrize("folder", ["file", "driver"], indirect=True)
-def test_a_planted_symbolic_link_is_not_followed_out_of_the_root(
-    folder: Folder, tmp_path: Path
-) -> None:
-    # Given links of a file and of a folder that lie elsewhere, and one of a file inside
+def test_symbolic_link_out_of_the_root_is_refused(folder, tmp_path):
+    # Given links to a file and to a folder elsewhere, and one to a file inside
     folder.create("own", "text")
     [own] = tmp_path.rglob("own")
     elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
@@ -132,7 +124,7 @@ def test_a_planted_symbolic_link_is_not_followed_out_of_the_root(
 
 
 @pytest.mark.parametrize("folder", ["file", "driver"], indirect=True)
-def test_a_planted_pipe_blocks_no_read(folder: Folder, tmp_path: Path) -> None:
+def test_planted_pipe_blocks_no_read(folder, tmp_path):
     folder.create("own", "text")
     [own] = tmp_path.rglob("own")
     os.mkfifo(own.parent / "pipe")
@@ -142,7 +134,7 @@ def test_a_planted_pipe_blocks_no_read(folder: Folder, tmp_path: Path) -> None:
             read("pipe")
 
 
-def test_a_root_may_be_a_symbolic_link(tmp_path: Path) -> None:
+def test_root_may_be_a_symbolic_link(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "mounted").symlink_to(tmp_path / "disk")
     roots: list[Any] = [Store.open(f"file://{tmp_path}/mounted").folder("p")]
@@ -153,12 +145,10 @@ def test_a_root_may_be_a_symbolic_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["file", "driver"], indirect=True)
-def test_of_many_writers_at_once_exactly_one_creates_the_file(
-    folder: Folder, tmp_path: Path
-) -> None:
+def test_one_of_many_concurrent_writers_creates_the_file(folder, tmp_path):
     start, won = threading.Barrier(8), []
 
-    def write(number: int) -> None:
+    def write(number):
         start.wait()
         if folder.create("x.json", str(number) * 1000):
             won.append(str(number) * 1000)
@@ -179,15 +169,13 @@ def test_of_many_writers_at_once_exactly_one_creates_the_file(
 # --------------------------------------------------------------------------------------------------
 
 
-def test_the_root_keeps_its_id(tmp_path: Path) -> None:
+def test_root_keeps_its_id(tmp_path):
     first, second = (Store.open(f"file://{tmp_path}") for _ in range(2))
     assert first.root_id() == second.root_id()
     first.check_root(second.root_id(), "here")
 
 
-def test_another_hosts_root_is_refused_with_both_hosts_and_the_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_root_of_another_host_is_refused_with_both_hosts(tmp_path, monkeypatch):
     # Given one path that is another disk on each of two hosts
     monkeypatch.setattr("airflow_broadway.staging.store.host_name", lambda: "worker-1")
     first = Store.open(f"file://{tmp_path}/disk-1")
@@ -195,7 +183,7 @@ def test_another_hosts_root_is_refused_with_both_hosts_and_the_setting(
     monkeypatch.setattr("airflow_broadway.staging.store.host_name", lambda: "worker-2")
     second = Store.open(f"file://{tmp_path}/disk-2")
 
-    # When the second meets what the first wrote
+    # When the second finds a file of the first
     with pytest.raises(StagingError) as caught:
         second.check_root(first_id, "worker-1")
 
@@ -204,37 +192,35 @@ def test_another_hosts_root_is_refused_with_both_hosts_and_the_setting(
         assert part in str(caught.value)
 
 
-def test_a_root_whose_parent_is_missing_is_not_made(tmp_path: Path) -> None:
+def test_root_without_parent_is_not_created(tmp_path):
     with pytest.raises(StagingError, match=r"mnt/lake does not exist; mount or create it"):
         Store.open(f"file://{tmp_path}/mnt/lake/staging").folder("f").create("x", "")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_root_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StagingError, match=r"is a file; set `\[broadway\] staging`"):
         Store.open(f"file://{tmp_path}/file").root_id()
 
 
-def test_a_root_that_holds_a_foreign_file_of_that_name_is_refused(tmp_path: Path) -> None:
+def test_root_with_a_foreign_root_file_is_refused(tmp_path):
     (tmp_path / ".broadway-root.json").write_text("[]")
     with pytest.raises(StagingError, match="not a file of airflow-broadway"):
         Store.open(f"file://{tmp_path}").root_id()
 
 
-def test_a_relative_root_is_refused() -> None:
+def test_relative_root_is_refused():
     with pytest.raises(StagingError, match="not an absolute path"):
         Store.open("staging")
 
 
-def test_an_unknown_scheme_is_refused() -> None:
+def test_unknown_scheme_is_refused():
     with pytest.raises(StagingError, match="nosuch"):
         Store.open("nosuch://x/y")
 
 
-def test_a_root_that_vanished_in_mid_run_is_not_made_anew_without_its_parent(
-    tmp_path: Path,
-) -> None:
+def test_vanished_root_is_not_recreated_without_its_parent(tmp_path):
     parent = tmp_path / "mount"
     parent.mkdir()
     folder = Store.open(f"file://{parent}/root").folder("f")
@@ -255,16 +241,11 @@ def test_a_root_that_vanished_in_mid_run_is_not_made_anew_without_its_parent(
         (errno.EIO, r"Input/output error; check `\[broadway\] staging`"),
     ],
 )
-def test_an_error_of_the_disk_names_the_path_the_cause_and_the_cure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
-) -> None:
+def test_disk_error_names_path_cause_and_cure(tmp_path, monkeypatch, number, words):
     folder = Store.open(f"file://{tmp_path}").folder("f")
     folder.create("x.json", "")
 
-    def refuse(_: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("os.fsync", refuse)
+    monkeypatch.setattr("os.fsync", mock.Mock(side_effect=OSError(number, os.strerror(number))))
     writes: list[Callable[[str, str], object]] = [folder.create, folder.replace]
     writes.append(lambda path, text: folder.write_lines(path, [text]))
     for write in writes:
@@ -274,23 +255,18 @@ def test_an_error_of_the_disk_names_the_path_the_cause_and_the_cure(
     assert left_over(tmp_path) == []
 
 
-def test_a_disk_without_hard_links_is_refused_with_the_cure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_without_hard_links_is_refused_with_the_cure(tmp_path, monkeypatch):
     folder = Store.open(f"file://{tmp_path}").folder("f")
     folder.store.root_id()
 
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOTSUP, "no")
-
-    monkeypatch.setattr("os.link", refuse)
+    monkeypatch.setattr("os.link", mock.Mock(side_effect=OSError(errno.ENOTSUP, "no")))
     with pytest.raises(StagingError, match="has no hard links"):
         folder.create("x", "")
     assert folder.list("") == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
+def test_unwritable_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(StagingError, match="is not allowed to"):
         Store.open(f"file://{tmp_path}").root_id()
@@ -314,25 +290,25 @@ class _Fs:
         ("abfs://container@account.dfs.core.windows.net/x", None),
     ],
 )
-def test_spark_gets_the_scheme_of_its_own_file_system(uri: str, spark: str | None) -> None:
+def test_spark_gets_the_scheme_of_its_file_system(uri, spark):
     store = Store(_Fs(), "bucket/staging", uri)
     assert store.spark_uri("p") == (spark or f"{uri}/p")
 
 
-def test_spark_gets_three_slashes_for_a_disk(tmp_path: Path) -> None:
+def test_spark_gets_three_slashes_for_a_disk(tmp_path):
     assert Store.open(str(tmp_path)).spark_uri() == f"file://{tmp_path}"
     assert Store.open(f"file://{tmp_path}").folder("a").spark_uri("b") == f"file://{tmp_path}/a/b"
 
 
-def test_the_root_file_says_who_made_it(tmp_path: Path) -> None:
+def test_root_file_names_host_and_time(tmp_path):
     store = Store.open(f"file://{tmp_path}")
     store.root_id()
-    made = json.loads((tmp_path / ".broadway-root.json").read_text())
-    assert set(made) == {"version", "id", "host", "created_at"}
+    document = json.loads((tmp_path / ".broadway-root.json").read_text())
+    assert set(document) == {"version", "id", "host", "created_at"}
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_only_their_user_reads_what_lies_in_staging(tmp_path: Path, umask: int) -> None:
+def test_staged_files_are_private(tmp_path, umask):
     before = os.umask(umask)
     try:
         folder = Store.open(f"file://{tmp_path}/root").folder("p/d")
@@ -344,9 +320,7 @@ def test_only_their_user_reads_what_lies_in_staging(tmp_path: Path, umask: int) 
     assert modes(tmp_path / "root") == {0o700, 0o600}
 
 
-def test_a_root_that_was_there_keeps_its_mode_and_what_is_made_in_it_is_private(
-    tmp_path: Path,
-) -> None:
+def test_existing_root_keeps_its_mode_and_new_files_are_private(tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     root.chmod(0o755)
@@ -356,7 +330,7 @@ def test_a_root_that_was_there_keeps_its_mode_and_what_is_made_in_it_is_private(
     assert modes(root / "old" / "new") == {0o700, 0o600}
 
 
-def test_a_root_with_the_set_group_id_bit_is_shared_with_its_group(tmp_path: Path) -> None:
+def test_setgid_root_is_shared_with_its_group(tmp_path):
     # Given a root that its owner shares with the group of the Spark driver's user
     root = tmp_path / "root"
     root.mkdir()
@@ -376,7 +350,7 @@ def modes(root: Path) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("uri", "doing", "told"),
+    ("uri", "doing", "text"),
     [
         (
             "s3://aws_default@lake/staging",
@@ -388,20 +362,18 @@ def modes(root: Path) -> set[int]:
         ("file:///data", "read x", "change its owner or mode"),
     ],
 )
-def test_a_refusal_names_who_was_refused_and_what(uri: str, doing: str, told: str) -> None:
-    assert told in str(cannot(doing, uri, PermissionError("Access Denied")))
+def test_permission_error_names_the_principal_and_the_right(uri, doing, text):
+    assert text in str(cannot(doing, uri, PermissionError("Access Denied")))
 
 
-def test_who_may_not_delete_settles_all_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settlement_succeeds_without_delete_permission(tmp_path, caplog, monkeypatch):
     run = open_run(tmp_path)
     record = open_generation(run)
 
-    def refused(folder: Folder, path: str) -> None:
+    def refuse(folder, path):
         raise cannot(f"remove {path}", "s3://lake", PermissionError("Access Denied"))
 
-    monkeypatch.setattr(Folder, "remove", refused)
+    monkeypatch.setattr(Folder, "remove", refuse)
     record_settled(run, record, SettleReport(acked=1))
     run.forget_open(record.generation)
     assert run.state(record.generation) == "settled"
@@ -409,8 +381,8 @@ def test_who_may_not_delete_settles_all_the_same(
     assert "is complete but stays on the list" in caplog.text
 
 
-def test_a_fork_has_a_client_of_its_own(tmp_path: Path) -> None:
-    # Given a bucket whose client may be used by the process alone that made it
+def test_fork_has_its_own_client(tmp_path):
+    # Given a bucket whose client may be used only by the process that created it
     fs = AsyncFileSystemWrapper(MemoryFileSystem(), asynchronous=False)
     folder = Store(fs, f"/{tmp_path.name}", f"memory://{tmp_path.name}").folder("p/d/r")
     folder.create("a.json", "text")

@@ -1,10 +1,8 @@
-"""Files that are not ours in the staging folder: left alone, and in nobody's way."""
+"""Foreign files in the staging folder: left alone, and harmless."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action
@@ -40,7 +38,7 @@ def litter(root: Path) -> None:
             (folder / name).write_bytes(b"\x00\x01\xff no JSON")
 
 
-def test_a_stray_file_among_the_balanced_runs_stops_no_sweep(tmp_path: Path) -> None:
+def test_stray_file_among_balanced_marks_stops_no_sweep(tmp_path):
     # Given a balanced run, and files of a file manager beside its mark
     clock = ManualClock()
     run = open_run(tmp_path, clock=clock)
@@ -57,7 +55,7 @@ def test_a_stray_file_among_the_balanced_runs_stops_no_sweep(tmp_path: Path) -> 
     assert left == {*STRAY, "20250101T000000-torn.json"}
 
 
-def test_strays_in_every_folder_change_nothing(tmp_path: Path) -> None:
+def test_strays_in_every_folder_change_nothing(tmp_path):
     # Given a run with a plan and an outcome, and an unsettled generation
     run = open_run(tmp_path)
     pipeline = pipeline_of(b=Batcher(batch_size=2))
@@ -68,11 +66,10 @@ def test_strays_in_every_folder_change_nothing(tmp_path: Path) -> None:
 
     litter(tmp_path)
 
-    # Then all who list see what is ours alone
-    assert [each.generation for each in run.generations()] == [generation]
-    assert [each.generation for _, each in iter_unsettled(run.store, "Pipeline", "dag")] == [
-        generation
-    ]
+    # Then every listing has only our files
+    assert [generation.generation for generation in run.generations()] == [generation]
+    [(_, record)] = iter_unsettled(run.store, "Pipeline", "dag")
+    assert record.generation == generation
     recorded = Recorded(run)
     assert recorded.standing("b") == recorded.deciding(pipeline.batchers, generation) == [plan]
     assert plan_batches(run, pipeline, "b", [generation], try_label="2") == plan
@@ -82,7 +79,7 @@ def test_strays_in_every_folder_change_nothing(tmp_path: Path) -> None:
     assert sweep_retention(run.store, "Pipeline", "dag", clock=run.clock) == []
 
 
-def test_strays_do_not_disturb_the_journal_of_a_queue(tmp_path: Path) -> None:
+def test_strays_do_not_disturb_a_queue_journal(tmp_path):
     journal = QueueJournal(f"file://{tmp_path}", "flights")
     turn, _ = journal.note_turn("g", whole=True)
     journal.log_of("g").note_now({"m1": Action.ACK})
@@ -95,14 +92,12 @@ def test_strays_do_not_disturb_the_journal_of_a_queue(tmp_path: Path) -> None:
     assert journal.log_of("g").now() == {"m1": Action.ACK}
 
 
-def test_a_generation_whose_opening_was_answered_by_silence_is_opened_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a store that writes the record, and whose client tries again as it hears no answer
+def test_generation_opens_despite_a_lost_response(tmp_path, monkeypatch):
+    # Given a store that writes the record, and a client that retries after a lost response
     run = open_run(tmp_path)
     create = run.files.create
 
-    def twice(path: str, text: str) -> bool:
+    def twice(path, text):
         create(path, text)
         return create(path, text)
 
@@ -110,4 +105,4 @@ def test_a_generation_whose_opening_was_answered_by_silence_is_opened_all_the_sa
 
     record = open_generation(run)
 
-    assert [each.generation for each in StagedRun.generations(run)] == [record.generation]
+    assert StagedRun.generations(run) == [record]

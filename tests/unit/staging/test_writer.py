@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from pathlib import Path
+import random
+from datetime import timedelta
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -17,6 +17,7 @@ from airflow_broadway.staging import writer as writer_module
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.writer import ProcessWriter
 from tests.unit.staging.kit import (
+    START,
     Republishing,
     message,
     open_generation,
@@ -36,18 +37,12 @@ def staged(run: StagedRun, path: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_everything_that_a_message_says_is_in_its_row(tmp_path: Path) -> None:
+def test_row_holds_all_of_a_message(tmp_path):
     run = open_run(tmp_path)
     pipeline = pipeline_of(default=Batcher(schema=SCHEMA, engine="spark"))
     generation = open_generation(run).generation
-    data = {
-        "origin": "EWR",
-        "delay": 1,
-        "at": datetime(2026, 1, 1, tzinfo=UTC),
-        "price": 2,
-        "tags": ["a"],
-    }
-    given = message(
+    data = {"origin": "EWR", "delay": 1, "at": START, "price": 2, "tags": ["a"]}
+    messages = message(
         7,
         data,
         at=1.5,
@@ -63,7 +58,7 @@ def test_everything_that_a_message_says_is_in_its_row(tmp_path: Path) -> None:
     writer = ProcessWriter(run, generation, pipeline)
     for _ in range(5):
         writer.messages([])
-    stage(writer, pipeline, given)
+    stage(writer, pipeline, messages)
     written = writer.close()
 
     assert written.batchers == {"default": 1}
@@ -79,7 +74,7 @@ def test_everything_that_a_message_says_is_in_its_row(tmp_path: Path) -> None:
         "metadata": {"queue": "q", "n": "1", "é": "ü"},
         "attempt": 3,
         "redelivered": True,
-        "received_at": datetime(2026, 1, 1, 0, 0, 1, 500_000, tzinfo=UTC),
+        "received_at": START + timedelta(seconds=1.5),
         "position": 7,
         "chunk": 5,
         "size": 123,
@@ -90,7 +85,7 @@ def test_everything_that_a_message_says_is_in_its_row(tmp_path: Path) -> None:
     }
 
 
-def test_the_body_is_kept_only_where_settling_publishes_it_again(tmp_path: Path) -> None:
+def test_body_is_kept_only_for_republishing_producers(tmp_path):
     run = open_run(tmp_path)
     delivery = Delivery(payload=b"body", properties='{"a":1}')
     kept = {"_payload": b"body", "_properties": '{"a":1}'}
@@ -102,7 +97,7 @@ def test_the_body_is_kept_only_where_settling_publishes_it_again(tmp_path: Path)
         assert {name: row[name] for name in row if name in ("_payload", "_properties")} == expected
 
 
-def test_a_message_that_was_settled_at_once_says_so(tmp_path: Path) -> None:
+def test_immediately_settled_message_is_marked(tmp_path):
     run = open_run(tmp_path)
     pipeline = pipeline_of(default=Batcher())
     writer = ProcessWriter(run, open_generation(run).generation, pipeline)
@@ -112,12 +107,12 @@ def test_a_message_that_was_settled_at_once_says_so(tmp_path: Path) -> None:
     assert row["_receipt"] == ""
 
 
-def test_each_batcher_has_its_own_files_and_dropped_keys_are_counted(tmp_path: Path) -> None:
+def test_batchers_have_separate_files_and_dropped_keys_are_counted(tmp_path):
     run = open_run(tmp_path)
     pipeline = pipeline_of(a=Batcher(schema="n int"), b=Batcher(schema="n int"), c=Batcher())
     writer = ProcessWriter(run, open_generation(run).generation, pipeline)
-    given = (message(n, {"n": n, "x": 0}, batcher="ab"[n % 2]) for n in range(5))
-    stage(writer, pipeline, *given)
+    messages = (message(n, {"n": n, "x": 0}, batcher="ab"[n % 2]) for n in range(5))
+    stage(writer, pipeline, *messages)
     written = writer.close()
     assert written.batchers == {"a": 3, "b": 2}
     assert written.dropped == {"x": 5}
@@ -125,17 +120,13 @@ def test_each_batcher_has_its_own_files_and_dropped_keys_are_counted(tmp_path: P
     assert set(written.files) == {"a", "b"}
 
 
-def test_files_are_rolled_and_row_groups_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_rolled_and_row_groups_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "FILE_BYTES", 40_000)
     monkeypatch.setattr(writer_module, "GROUP_ROWS", 100)
     monkeypatch.setattr(writer_module, "GROUP_BYTES", 20_000)
     run = open_run(tmp_path)
     pipeline = pipeline_of(default=Batcher())
     writer = ProcessWriter(run, open_generation(run).generation, pipeline)
-    import random
-
     source = random.Random(1)
     sizes = [10] * 250 + [1000] * 100
     for number, size in enumerate(sizes):
@@ -151,7 +142,7 @@ def test_files_are_rolled_and_row_groups_bounded(
         assert all(group.num_rows <= 100 for group in groups)
 
 
-def test_entries_are_lines_and_say_whether_a_callback_settled_them(tmp_path: Path) -> None:
+def test_entry_lines_mark_immediate_settlement(tmp_path):
     run = open_run(tmp_path)
     writer = ProcessWriter(run, open_generation(run).generation, pipeline_of(Republishing()))
     failed = Entry("a", "r", Verdict(Action.DEAD_LETTER, 0.0, "why", "process"), 2, b"\xff", "{}")
@@ -164,7 +155,7 @@ def test_entries_are_lines_and_say_whether_a_callback_settled_them(tmp_path: Pat
     assert lines[0].entry == failed
 
 
-def test_nothing_staged_is_nothing_written(tmp_path: Path) -> None:
+def test_nothing_staged_is_nothing_written(tmp_path):
     run = open_run(tmp_path)
     generation = open_generation(run).generation
     written = ProcessWriter(run, generation, pipeline_of(default=Batcher())).close()
@@ -172,12 +163,12 @@ def test_nothing_staged_is_nothing_written(tmp_path: Path) -> None:
     assert run.files.list(generation) == []
 
 
-def test_an_execution_that_fails_leaves_no_finished_file(tmp_path: Path) -> None:
+def test_failed_execution_leaves_no_finished_file(tmp_path):
     run = open_run(tmp_path)
     generation = open_generation(run).generation
     pipeline = pipeline_of(default=Batcher())
 
-    def fail() -> None:
+    def fail():
         with ProcessWriter(run, generation, pipeline) as writer:
             stage(writer, pipeline, message(1))
             writer.entries([Entry("b", "", ACK)])

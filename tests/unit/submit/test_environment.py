@@ -1,4 +1,4 @@
-"""What a worker needs to start Spark, found and checked before a JVM starts."""
+"""A worker's Spark, Java and settings, checked before a JVM starts."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def java(home: Path, version: str, *modules: str) -> dict[str, str]:
     return {"JAVA_HOME": str(home)}
 
 
-def test_spark_home_wins(tmp_path: Path) -> None:
+def test_spark_home_wins(tmp_path):
     binary = program(tmp_path / "bin" / "spark-submit")
-    found = find_spark("spark-submit", {"SPARK_HOME": str(tmp_path), "PATH": ""})
-    assert (found.binary, found.bundled, found.env) == (str(binary), False, {})
+    spark = find_spark("spark-submit", {"SPARK_HOME": str(tmp_path), "PATH": ""})
+    assert (spark.binary, spark.bundled, spark.env) == (str(binary), False, {})
 
 
-def test_a_program_on_path_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_program_on_path_is_used_unchanged(tmp_path):
     binary = program(tmp_path / "spark3-submit")
-    found = find_spark("spark3-submit", {"PATH": str(tmp_path)})
-    assert (found.binary, found.env) == (str(binary), {})
+    spark = find_spark("spark3-submit", {"PATH": str(tmp_path)})
+    assert (spark.binary, spark.env) == (str(binary), {})
 
 
-def test_a_good_java(tmp_path: Path) -> None:
+def test_java_17_is_accepted(tmp_path):
     check_java(java(tmp_path, "17.0.15", "jdk.incubator.vector"))
     check_java(java(tmp_path, "21", "jdk.incubator.vector"))
 
 
-def test_no_java(tmp_path: Path) -> None:
+def test_missing_java_is_an_error(tmp_path):
     with pytest.raises(SparkMissing, match=r"no java program was found \(there is no JAVA_HOME\)"):
         check_java({"PATH": str(tmp_path)})
 
 
-def test_a_wrong_java_home_is_named_with_the_program_that_is_not_there(tmp_path: Path) -> None:
+def test_wrong_java_home_is_named_with_the_missing_program(tmp_path):
     home = tmp_path / "jdk"
     (home / "bin").mkdir(parents=True)
     expected = rf"JAVA_HOME is '{home}', but there is no program {home}/bin/java: set JAVA_HOME to"
@@ -63,7 +63,7 @@ def test_a_wrong_java_home_is_named_with_the_program_that_is_not_there(tmp_path:
         check_java({"JAVA_HOME": str(home)})
 
 
-def test_an_old_java(tmp_path: Path) -> None:
+def test_old_java_is_an_error(tmp_path):
     with pytest.raises(SparkMissing, match=r"is too old for Spark \(16.0.2; JAVA_HOME is"):
         check_java(java(tmp_path, "16.0.2", "jdk.incubator.vector"))
     program(tmp_path / "bin" / "java", "echo 'Unrecognized option: --list-modules' >&2; exit 1")
@@ -71,7 +71,7 @@ def test_an_old_java(tmp_path: Path) -> None:
         check_java({"JAVA_HOME": str(tmp_path)})
 
 
-def test_a_java_without_the_vector_module(tmp_path: Path) -> None:
+def test_java_without_the_vector_module_is_an_error(tmp_path):
     with pytest.raises(SparkMissing, match=r"lacks the module jdk.incubator.vector, without which"):
         check_java(java(tmp_path, "17.0.15"))
 
@@ -81,9 +81,9 @@ OPTIONS = "spark.driver.defaultJavaOptions"
 
 
 @pytest.mark.parametrize("master", ["local[2]", "yarn", "k8s://https://host"])
-def test_java_ends_when_its_memory_has_run_out_before_whatever_else_it_is_told(master: str) -> None:
-    def options(given: dict[str, str]) -> str:
-        return default_conf(master, given, {})[OPTIONS]
+def test_java_exits_on_out_of_memory_before_other_options(master):
+    def options(conf):
+        return default_conf(master, conf, {})[OPTIONS]
 
     assert options({}) == EXIT
     assert options({OPTIONS: "-Da=1"}) == f"{EXIT} -Da=1"
@@ -91,28 +91,28 @@ def test_java_ends_when_its_memory_has_run_out_before_whatever_else_it_is_told(m
     assert options({OPTIONS: "-XX:-ExitOnOutOfMemoryError"}) == "-XX:-ExitOnOutOfMemoryError"
 
 
-@pytest.mark.parametrize("place", ["given", "SPARK_CONF_DIR", "SPARK_HOME", "beside the program"])
-def test_the_default_options_of_java_in_a_settings_file_stay(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["argument", "SPARK_CONF_DIR", "SPARK_HOME", "beside the program"]
+)
+def test_default_java_options_of_a_settings_file_stay(tmp_path, place):
     file = tmp_path / "conf" / "spark-defaults.conf"
     file.parent.mkdir()
     file.write_text(f"{OPTIONS} = -Da=1 \\\n  -Db=2\nspark.log.level\tINFO\n")
-    env = {
-        "SPARK_CONF_DIR": {"SPARK_CONF_DIR": str(file.parent)},
-        "SPARK_HOME": {"SPARK_HOME": str(tmp_path)},
-    }.get(place, {})
+    folders = {"SPARK_CONF_DIR": str(file.parent), "SPARK_HOME": str(tmp_path)}
+    env = {name: folder for name, folder in folders.items() if name == place}
     binary = str(tmp_path / "bin" / "spark-submit") if place == "beside the program" else ""
-    found = file_settings(str(file) if place == "given" else None, env, binary)
-    made = default_conf("local[2]", {}, found)
-    assert made[OPTIONS] == f"{EXIT} -Da=1 -Db=2"
-    assert "spark.log.level" not in made
+    settings = file_settings(str(file) if place == "argument" else None, env, binary)
+    conf = default_conf("local[2]", {}, settings)
+    assert conf[OPTIONS] == f"{EXIT} -Da=1 -Db=2"
+    assert "spark.log.level" not in conf
 
 
 @pytest.mark.parametrize("master", ["yarn", "spark://host:7077", "k8s://https://host"])
-def test_a_cluster_gets_no_light_settings(master: str) -> None:
+def test_cluster_gets_no_light_settings(master):
     assert default_conf(master, {}, {}) == {"spark.scheduler.mode": "FAIR", OPTIONS: EXIT}
 
 
-def test_a_local_master_gets_what_the_guide_lists() -> None:
+def test_local_master_gets_the_settings_of_the_guide():
     assert default_conf("local[*]", {}, {}) == {
         "spark.scheduler.mode": "FAIR",
         OPTIONS: EXIT,
@@ -124,16 +124,11 @@ def test_a_local_master_gets_what_the_guide_lists() -> None:
     }
 
 
-AWS = Connection(
-    conn_id="aws",
-    conn_type="aws",
-    login="AKIA",
-    password="hush",
-    extra={"endpoint_url": "http://minio:9000", "region_name": "eu-central-1"},
-)
+MINIO = {"endpoint_url": "http://minio:9000", "region_name": "eu-central-1"}
+AWS = Connection(conn_id="aws", conn_type="aws", login="AKIA", password="hush", extra=MINIO)
 
 
-def test_the_arguments_for_a_root_in_s3() -> None:
+def test_arguments_for_a_root_in_s3():
     conf, secret = s3_settings("s3a://bucket/broadway/run", AWS, {})
     prefix = "spark.hadoop.fs.s3a.bucket.bucket"
     assert conf == {
@@ -146,28 +141,22 @@ def test_the_arguments_for_a_root_in_s3() -> None:
     assert "hush" not in str(conf)
 
 
-def test_own_settings_of_s3_stay() -> None:
+def test_users_s3_settings_stay():
     name = "spark.hadoop.fs.s3a.bucket.bucket.endpoint"
     conf, _ = s3_settings("s3a://bucket/x", AWS, {name: "mine"})
     assert name not in conf
 
 
-def test_amazon_itself_needs_no_path_style_and_temporary_keys_have_a_token() -> None:
-    connection = Connection(
-        conn_id="aws",
-        login="ASIA",
-        password="p",
-        extra={
-            "service_config": {"s3": {"endpoint_url": "https://s3.eu-west-1.amazonaws.com"}},
-            "aws_session_token": "t",
-        },
-    )
+def test_amazon_s3_needs_no_path_style_and_temporary_keys_a_token():
+    services = {"s3": {"endpoint_url": "https://s3.eu-west-1.amazonaws.com"}}
+    extra = {"service_config": services, "aws_session_token": "t"}
+    connection = Connection(conn_id="aws", login="ASIA", password="p", extra=extra)
     conf, secret = s3_settings("s3a://b/x", connection, {})
     assert "spark.hadoop.fs.s3a.bucket.b.path.style.access" not in conf
     assert conf["spark.hadoop.fs.s3a.bucket.b.connection.ssl.enabled"] == "true"
     assert secret["AWS_SESSION_TOKEN"] == "t"
 
 
-def test_a_connection_without_keys_leaves_it_to_the_chain_of_providers() -> None:
+def test_connection_without_keys_uses_the_provider_chain():
     assert s3_settings("s3a://b/x", Connection(conn_id="aws"), {}) == ({}, {})
     assert s3_settings("s3a://b/x", None, {}) == ({}, {})

@@ -1,4 +1,4 @@
-"""What spark-submit is given; see also the operator's tests, which look at its command line."""
+"""Preparation of a submission; the operator's tests check the command line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ REF = {"class": "tests.unit.spark.pipelines:Counting", "options": {}}
 CHOSEN = Chosen(master="yarn", deploy_mode="client", binary="spark-submit")
 
 
-def test_java_is_needed_where_the_driver_of_the_workers_own_spark_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a worker whose Spark is that of its Python, and whose Java is not there
+def test_only_drivers_of_the_bundled_spark_need_java(tmp_path, monkeypatch):
+    # Given a worker with the Spark of its Python, and without Java
     for name in ("SPARK_HOME", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nothing"))
@@ -28,6 +26,6 @@ def test_java_is_needed_where_the_driver_of_the_workers_own_spark_runs(
 
     # But one of a cluster can be started, on the cluster's Java and Python
     chosen = replace(CHOSEN, deploy_mode="cluster")
-    made = prepare(chosen, REF, "file:///run", tmp_path, check=False)
-    assert set(made.variables) == {"SPARK_HOME"}
-    assert Path(made.application).parent == tmp_path
+    submission = prepare(chosen, REF, "file:///run", tmp_path, check=False)
+    assert set(submission.variables) == {"SPARK_HOME"}
+    assert Path(submission.application).parent == tmp_path

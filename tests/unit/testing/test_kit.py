@@ -5,6 +5,7 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -31,21 +32,21 @@ class Pipeline(Passing):
         return message.failed("bad") if message.data == "bad" else message
 
 
-def test_one_message_is_flushed_through() -> None:
+def test_one_message_is_flushed():
     driver = PipelineDriver(Pipeline)
     tested = test_message(driver, "good", metadata={"a": 1})
     assert [message.metadata for message in tested.successful] == [{"a": 1}]
     assert [batch.info.trigger.value for batch in tested.batches] == ["flush"]
 
 
-def test_each_test_has_a_ref_of_its_own() -> None:
+def test_refs_differ_between_tests():
     driver = PipelineDriver(Pipeline)
     first, second = test_message(driver, "good"), test_message(driver, "bad")
     assert first.ref != second.ref
     assert (len(first.failed), len(second.failed)) == (0, 1)
 
 
-def test_a_bulk_batch_waits_for_its_timeout() -> None:
+def test_bulk_batch_waits_for_its_timeout():
     driver = PipelineDriver(Pipeline)
     assert test_batch(driver, [1, 2]).calls == []
     driver.elapse(4.9)
@@ -54,13 +55,13 @@ def test_a_bulk_batch_waits_for_its_timeout() -> None:
     assert [batch.info.trigger.value for batch in driver.batches] == ["timeout"]
 
 
-def test_an_acknowledger_of_the_tests_own() -> None:
+def test_custom_acknowledger():
     recording = RecordingAcknowledger()
     test_message(Pipeline, 1, acknowledger=lambda data, ref: AckRef(recording, ("own", data)))
     assert [call.ref for call in recording.calls] == [("own", 1)]
 
 
-def test_pytest_finds_the_fixtures_and_takes_the_helpers_for_no_tests(tmp_path: Path) -> None:
+def test_pytest_collects_fixtures_but_no_helpers(tmp_path):
     (tmp_path / "test_it.py").write_text(
         textwrap.dedent(
             """
@@ -83,46 +84,42 @@ def test_pytest_finds_the_fixtures_and_takes_the_helpers_for_no_tests(tmp_path: 
         )
     )
     plugin = "airflow_broadway.testing.plugin"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", plugin, str(tmp_path)],
         capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120,
         env={"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""},
     )  # fmt: skip
-    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "1 passed" in result.stdout, result.stdout + result.stderr
 
 
 @options
 class Shut(DummyProducer):
     """Cannot be opened."""
 
-    def source(self, env: Any) -> Any:
-        raise AssertionError("opened")
-
-    custodian = source
+    source = custodian = mock.Mock(side_effect=AssertionError("opened"))
 
 
-def test_a_producer_is_never_opened_by_the_kit() -> None:
+def test_kit_never_opens_a_producer():
     assert len(test_message(Pipeline(producer=Shut()), 1).successful) == 1
 
 
-def test_messages_that_are_given_ask_no_broker_and_are_counted_as_it_would_settle_them() -> None:
+def test_listed_messages_are_counted_without_a_broker():
     report = Pipeline(producer=Shut(on_failure="retry")).run_local([1, "bad", 2])
     assert (report.settled.acked, report.settled.requeued) == (2, 1)
     report = Pipeline(producer=Shut(on_failure="dead_letter")).run_local([1, "bad", 2])
     assert (report.settled.acked, report.settled.dead_lettered) == (2, 1)
 
 
-def test_batches_for_spark_are_recorded_and_succeed_without_handle_batch() -> None:
+def test_spark_batches_succeed_without_handle_batch():
     class Sparkish(Pipeline):
         producer = DummyProducer()
         batchers = {"default": Batcher(batch_size=2)}
 
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-            raise AssertionError("called")
+        handle_batch = mock.Mock(side_effect=AssertionError("called"))
 
     tested = test_batch(Sparkish, [1, 2, 3])
-    told = [(batch.info.size, batch.info.trigger.value) for batch in tested.batches]
-    assert told == [(2, "size"), (1, "flush")]
+    closings = [(batch.info.size, batch.info.trigger.value) for batch in tested.batches]
+    assert closings == [(2, "size"), (1, "flush")]
     assert [message.data for message in tested.successful] == [1, 2, 3]
     with pytest.raises(PipelineError, match="run on Spark"):
         Sparkish().run_local([1])

@@ -10,7 +10,7 @@ from airflow_broadway.core.errors import ProducerError
 log = logging.getLogger("tests.findings")
 
 
-def test_warnings_and_notes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_and_notes_are_logged(caplog):
     caplog.set_level(logging.INFO, log.name)
 
     enforce([Finding("warning", "the limit is 3"), Finding("note", "100 % unseen")], log)
@@ -19,7 +19,7 @@ def test_warnings_and_notes_are_logged(caplog: pytest.LogCaptureFixture) -> None
     assert logged == [("WARNING", "the limit is 3"), ("INFO", "100 % unseen")]
 
 
-def test_errors_are_refused_after_the_warnings_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_raise_after_warnings_are_logged(caplog):
     errors = [Finding("error", "no queue"), Finding("error", "no dlq")]
 
     with pytest.raises(ProducerError) as refused:
@@ -29,6 +29,6 @@ def test_errors_are_refused_after_the_warnings_are_logged(caplog: pytest.LogCapt
     assert caplog.messages == ["late"]
 
 
-def test_the_text_of_a_single_error_is_the_refusal() -> None:
+def test_single_error_is_the_refusal():
     with pytest.raises(ProducerError, match=r"^no queue$"):
         enforce([Finding("error", "no queue")], log)

@@ -1,4 +1,4 @@
-"""Verdicts that are carried out as they come: each message in exactly one class of the account."""
+"""Immediate verdicts: every message is in exactly one class of the account."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LEASE = Lease(kind="fake", generation="g", seconds=60.0, deadline=datetime(2026,
 
 
 class Custodian:
-    """Holds messages, and does not settle some of them, for the reason given."""
+    """Leases messages, and fails to settle some of them for a reason."""
 
-    def __init__(self, held: list[Message], undone: Iterable[str], reason: str) -> None:
-        self.held = [message.message_id for message in held]
+    def __init__(self, leased: list[Message], undone: Iterable[str], reason: str) -> None:
+        self.leased = [message.message_id for message in leased]
         self.undone = set(undone)
         self.reason = reason
         self.done: set[str] = set()
@@ -38,14 +38,13 @@ class Custodian:
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         assert settlement.everything is not None
-        left = [message_id for message_id in self.held if message_id not in self.done]
+        left = [message_id for message_id in self.leased if message_id not in self.done]
         assert sorted(entry.message_id for entry in settlement.everything()) == left
         acked = {entry.message_id for entry in settlement.entries()}
         report = SettleReport()
         for message_id in left:
-            report += self._settle(
-                message_id, **{"acked" if message_id in acked else "released": 1}
-            )
+            count = "acked" if message_id in acked else "released"
+            report += self._settle(message_id, **{count: 1})
         return report
 
     def _settle(self, message_id: str, **count: int) -> SettleReport:
@@ -68,82 +67,79 @@ def messages(count: int) -> list[Message]:
     ]
 
 
-def settler_of(custodian: Any) -> Settler:
-    return Settler(lambda: custodian, lambda: LEASE, threaded=False)
+def settler_of(custodian: Any, messages: list[Message]) -> Settler:
+    settler = Settler(lambda: custodian, lambda: LEASE, threaded=False)
+    settler.hold(messages)
+    return settler
 
 
 @pytest.mark.parametrize("reason", ["failed", "lapsed"])
-def test_what_is_refused_on_the_way_is_counted_once_at_the_end(reason: str) -> None:
+def test_refused_verdicts_are_counted_once_at_the_end(reason):
     # Given verdicts on six of seven messages, of which the broker does not carry out two
-    given = messages(7)
-    custodian = Custodian(given, ["m-1", "m-4"], reason)
-    settler = settler_of(custodian)
-    settler.hold(given)
-    settler.record("process", [(each, ACK) for each in given[:6]], [])
+    leased = messages(7)
+    custodian = Custodian(leased, ["m-1", "m-4"], reason)
+    settler = settler_of(custodian, leased)
+    settler.record("process", [(message, ACK) for message in leased[:6]], [])
 
     # When they are carried out on the way, and the run ends
     settler.tick(force=True)
     report = settler.finish()
 
-    # Then each message is in one class
+    # Then every message is in one class
     assert report.total == 7
     assert (report.acked, report.released, getattr(report, reason)) == (4, 1, 2)
     assert custodian.closed
 
 
-def test_what_is_refused_on_the_way_is_tried_once_more_at_the_end() -> None:
-    given = messages(3)
-    custodian = Custodian(given, ["m-1"], "failed")
-    settler = settler_of(custodian)
-    settler.hold(given)
-    settler.record("process", [(each, ACK) for each in given], [])
+def test_refused_verdicts_are_retried_at_the_end():
+    leased = messages(3)
+    custodian = Custodian(leased, ["m-1"], "failed")
+    settler = settler_of(custodian, leased)
+    settler.record("process", [(message, ACK) for message in leased], [])
     settler.tick(force=True)
 
     custodian.undone.clear()
     report = settler.finish()
 
-    # Then it is settled, and why it was refused is told all the same
+    # Then it is settled, and the reason of the refusal is reported all the same
     assert (report.acked, report.failed, report.total) == (3, 0, 3)
     assert report.errors == ("refused",)
 
 
 @pytest.mark.parametrize("reason", ["failed", "lapsed"])
-def test_what_is_done_of_a_settlement_at_once_counts_though_it_raises(reason: str) -> None:
-    # Given a callback that settles three messages at once, of which the broker refuses one
-    given = messages(4)
-    custodian = Custodian(given, ["m-1"], reason)
-    settler = settler_of(custodian)
-    settler.hold(given)
+def test_partial_immediate_settlement_counts_though_it_raises(reason):
+    # Given a callback that settles three messages immediately, of which the broker refuses one
+    leased = messages(4)
+    custodian = Custodian(leased, ["m-1"], reason)
+    settler = settler_of(custodian, leased)
     error: type[BroadwayError] = LeaseLapsed if reason == "lapsed" else ProducerError
     with pytest.raises(error):
-        settler.settle_now("process", [(each, ACK) for each in given[:3]], [])
+        settler.settle_now("process", [(message, ACK) for message in leased[:3]], [])
 
-    # When the callback's failure gives all of them another verdict
-    settler.record("process", [], [(each, ACK) for each in given[:3]])
+    # When the callback's failure records another verdict for all of them
+    settler.record("process", [], [(message, ACK) for message in leased[:3]])
     report = settler.finish()
 
-    # Then what was done has the first alone
+    # Then the immediate verdict stands for the settled ones
     assert report.total == 4
     assert (report.acked, report.released, getattr(report, reason)) == (2, 1, 1)
 
 
-def test_a_report_that_does_not_say_which_were_not_settled_is_refused() -> None:
+def test_report_without_unsettled_ids_is_refused():
     class Silent(Custodian):
-        def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
+        def settle_now(self, lease, entries):
             return replace(super().settle_now(lease, entries), undone=frozenset())
 
-    given = messages(3)
-    settler = settler_of(Silent(given, ["m-1"], "failed"))
-    settler.hold(given)
+    leased = messages(3)
+    settler = settler_of(Silent(leased, ["m-1"], "failed"), leased)
 
     with pytest.raises(ProducerError, match="1 of 3 messages as not settled, and names 0"):
-        settler.settle_now("process", [(each, ACK) for each in given], [])
+        settler.settle_now("process", [(message, ACK) for message in leased], [])
 
 
-def test_two_verdicts_at_once_on_one_message_are_one() -> None:
+def test_two_immediate_verdicts_on_one_message_are_one():
     [message] = messages(1)
-    settler = settler_of(Custodian([message], [], ""))
-    settler.hold([message])
+    settler = settler_of(Custodian([message], [], ""), [message])
 
     settler.settle_now("process", [(message, ACK), (message, ACK)], [])
 

@@ -37,7 +37,7 @@ class Custodian:
         self.closed = True
 
 
-def test_leases_are_renewed_until_the_keeper_is_stopped() -> None:
+def test_leases_are_renewed_until_stopped():
     later = LEASE.deadline + timedelta(seconds=1)
     custodian = Custodian(later)
     renewed: list[Lease] = []
@@ -49,7 +49,7 @@ def test_leases_are_renewed_until_the_keeper_is_stopped() -> None:
     assert custodian.closed
 
 
-def test_a_broker_that_cannot_be_reached_is_asked_again() -> None:
+def test_unreachable_broker_is_retried():
     custodian = Custodian(ProducerUnavailable("away"), LEASE.deadline)
 
     with LeaseRenewer(lambda: custodian, 0.02, lambda: [LEASE]) as renewer:
@@ -58,7 +58,7 @@ def test_a_broker_that_cannot_be_reached_is_asked_again() -> None:
     renewer.check()
 
 
-def test_a_lapsed_lease_is_told_and_not_renewed_again() -> None:
+def test_lapsed_lease_is_reported_and_not_renewed_again():
     custodian = Custodian(None, done=1)
 
     with LeaseRenewer(lambda: custodian, 0.02, lambda: [LEASE]) as renewer:
@@ -70,18 +70,18 @@ def test_a_lapsed_lease_is_told_and_not_renewed_again() -> None:
         renewer.check()
 
 
-def test_nothing_is_opened_while_there_is_nothing_to_renew() -> None:
-    asked = threading.Event()
+def test_nothing_is_opened_without_a_lease():
+    requested = threading.Event()
 
-    def none() -> list[Lease]:
-        asked.set()
+    def none():
+        requested.set()
         return []
 
     with LeaseRenewer(lambda: pytest.fail("opened"), 0.02, none):
-        assert asked.wait(10)
+        assert requested.wait(10)
 
 
-def test_a_lease_that_nobody_looked_after_is_renewed_at_once() -> None:
+def test_at_once_renews_immediately():
     custodian = Custodian(LEASE.deadline, done=1)
 
     with LeaseRenewer(lambda: custodian, 86_400.0, lambda: [LEASE], at_once=True):

@@ -1,4 +1,4 @@
-"""What a producer may do to its pipeline, and what its options are held to."""
+"""A producer may change or refuse its pipeline; its options are checked."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class Orders(Passing):
     processors = Processors(concurrency=9)
 
 
-def test_a_producer_may_replace_options_of_its_pipeline() -> None:
+def test_producer_may_replace_pipeline_options():
     assert Orders().processors.concurrency == 4
     assert Orders(processors={"concurrency": 2}).processors.concurrency == 2
-    # What it returns is checked like what is given
+    # The returned options are checked as well
     with pytest.raises(OptionsError, match=r"processors.*concurrency.*-1"):
         Orders(processors={"concurrency": -1})
 
 
-def test_a_producer_may_refuse_the_pipeline_as_a_whole() -> None:
+def test_producer_may_refuse_the_pipeline():
     with pytest.raises(OptionsError, match="'context': expected another one, got: 'refuse'"):
         Orders(context="refuse")
 
 
-def test_a_producers_options_are_checked_and_overridable() -> None:
+def test_producer_options_are_checked_and_overridable():
     assert Orders(producer={"most": 3}).processors.concurrency == 3
     with pytest.raises(OptionsError, match=r"'producer\.most': expected .*, got: 0"):
         Orders(producer={"most": 0})

@@ -1,8 +1,6 @@
-"""When a run is to be looked at, and in what words it is told."""
+"""When a run needs attention, and how that is worded."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
@@ -34,9 +32,7 @@ from airflow_broadway.core.text import printable
         (0.05, 0, 100, False),
     ],
 )
-def test_failed_messages_fail_a_run_from_a_bound_on(
-    fail_when: Any, failed: int, handled: int, fails: bool
-) -> None:
+def test_fail_when_bounds_the_failures(fail_when, failed, handled, fails):
     totals = {"failed": failed, "acked": handled - failed, "dead_lettered": failed}
     assert bool(failures_trouble(totals, fail_when)) is fails
 
@@ -55,22 +51,19 @@ def test_failed_messages_fail_a_run_from_a_bound_on(
         (1, 1, 0, True),
     ],
 )
-def test_of_few_messages_one_must_have_failed_for_good(
-    fail_when: Any, requeued: int, dead_lettered: int, fails: bool
-) -> None:
-    totals = {
-        "failed": requeued + dead_lettered, "requeued": requeued, "dead_lettered": dead_lettered
-    }  # fmt: skip
+def test_few_messages_need_one_dead_letter_to_fail(fail_when, requeued, dead_lettered, fails):
+    failed = requeued + dead_lettered
+    totals = {"failed": failed, "requeued": requeued, "dead_lettered": dead_lettered}
     assert bool(failures_trouble(totals, fail_when)) is fails
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, 1.5, 0.0, True, "some", None])
-def test_what_is_no_bound_is_refused(value: Any) -> None:
+def test_invalid_fail_when_is_refused(value):
     with pytest.raises(OptionsError, match=r"a share below 1 such as 0\.05"):
         check_fail_when("ack.fail_when", value)
 
 
-def test_what_lapsed_or_was_refused_is_reported() -> None:
+def test_lapsed_and_refused_settlements_are_reported():
     assert settling_trouble(0, 0, halted=2) == (
         "2 messages hold up their run: mend the cause; the next run begins there, and a backfill is"
         " cleared to try again"
@@ -86,14 +79,14 @@ def test_what_lapsed_or_was_refused_is_reported() -> None:
     )
 
 
-def test_a_settlement_is_logged_in_words() -> None:
+def test_settlement_is_logged_in_words():
     assert settled_line(SettleReport(acked=1_000, dead_lettered=2)) == (
         "Settled 1,002 messages: 1,000 acked, 2 dead-lettered."
     )
     assert settled_line(SettleReport()) == "Settled 0 messages."
 
 
-def test_what_was_given_back_counts_as_nothing_that_was_handled() -> None:
+def test_released_messages_do_not_count_as_handled():
     totals = {"acked": 1, "requeued": 2, "dead_lettered": 3, "left": 4, "released": 50, "lapsed": 9}
     assert handled_of(totals) == 10
 
@@ -109,9 +102,7 @@ def test_what_was_given_back_counts_as_nothing_that_was_handled() -> None:
         (0, SettleReport(acked=4), "does not balance"),
     ],
 )
-def test_a_local_run_says_what_is_wrong_with_it(
-    failed: int, settled: SettleReport, trouble: str
-) -> None:
+def test_local_report_names_its_trouble(failed, settled, trouble):
     report = RunReport(
         pipeline="p", generation="g", received=5, received_bytes=0, failed=failed, settled=settled
     )
@@ -119,15 +110,10 @@ def test_a_local_run_says_what_is_wrong_with_it(
     assert bool(report.trouble()) is bool(trouble)
 
 
-def test_a_report_is_told_in_sentences_figures_first() -> None:
+def test_report_lines_begin_with_figures():
     report = {
-        "totals": {
-            "received": 12_345,
-            "failed": 45,
-            "acked": 12_300,
-            "dead_lettered": 45,
-            "accounted": 12_345,
-        },
+        "totals": {"received": 12_345, "failed": 45, "acked": 12_300}
+        | {"dead_lettered": 45, "accounted": 12_345},
         "balanced": True,
         "batchers": {"default": {"failed": 5}, "other": {"failed": 0}},
         "reasons": [
@@ -146,7 +132,7 @@ def test_a_report_is_told_in_sentences_figures_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "printed"),
     [
         ("plain é ✓ 漢", "plain é ✓ 漢"),
         ("a\nb\tc", "a b c"),
@@ -156,5 +142,5 @@ def test_a_report_is_told_in_sentences_figures_first() -> None:
         ("\x9b31m", r"\x9b31m"),
     ],
 )
-def test_a_terminal_acts_on_no_text_from_outside(text: str, shown: str) -> None:
-    assert printable(text) == shown
+def test_foreign_text_has_no_terminal_escapes(text, printed):
+    assert printable(text) == printed

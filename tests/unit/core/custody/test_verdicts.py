@@ -1,4 +1,4 @@
-"""What becomes of a message, by the facts about it alone."""
+"""The verdict on a message depends only on its facts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict, decid
 from airflow_broadway.core.model.pipeline_options import RetryPolicy
 
 
-def test_delays_double_are_spread_and_do_not_change() -> None:
+def test_delays_double_with_stable_jitter():
     policy = RetryPolicy(backoff=60.0, max_backoff=600.0, jitter=0.1)
     facts = [Facts("retry", attempt, message_id="m") for attempt in (1, 2, 3, 9)]
-    delays = [delay_before(each, policy) for each in facts]
-    assert delays == [delay_before(each, policy) for each in facts]
+    delays = [delay_before(fact, policy) for fact in facts]
+    assert delays == [delay_before(fact, policy) for fact in facts]
     for delay, middle in zip(delays, (60, 120, 240, 600), strict=True):
         assert 0.9 * middle <= delay <= 1.1 * middle
     many = {round(delay_before(Facts("retry", message_id=f"m-{n}"), policy)) for n in range(200)}
@@ -18,7 +18,7 @@ def test_delays_double_are_spread_and_do_not_change() -> None:
     assert max(many) > 64
 
 
-def test_a_retry_that_is_used_up_is_dead_or_left() -> None:
+def test_exhausted_retry_is_dead_lettered_or_left():
     used = Facts("retry", 5, reason="why", stage="batch")
     kept = RetryPolicy(max_attempts=5)
     left = RetryPolicy(max_attempts=5, dead_letter=False)

@@ -13,7 +13,7 @@ TEXTS = ["", "a", "zażółć \ud83d", 'x\n"\\\u2028', "é" * 3000, "x" * 3000]
 DELAYS = [0.0, 1, 1.23456, 1e10, 5e-324, 1e22, float("inf")]
 
 
-def test_a_line_is_the_json_of_what_it_says_whatever_that_is() -> None:
+def test_entry_line_is_compact_json_for_any_text():
     for text, delay, payload, source in itertools.product(
         TEXTS, DELAYS, [None, b"", b"\x00\xff"], [None, 0, 3]
     ):

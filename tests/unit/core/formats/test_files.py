@@ -8,41 +8,35 @@ import stat
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from airflow_broadway.core.formats.files import TEMPORARY, Files, LocalFiles, create_file
+from airflow_broadway.core.formats.files import TEMPORARY, LocalFiles, create_file
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Files:
+def files(tmp_path):
     return LocalFiles(tmp_path)
 
 
-def test_lines_are_not_written_over(tmp_path: Path) -> None:
-    files = LocalFiles(tmp_path)
+def test_write_lines_does_not_overwrite(files):
     files.write_lines("a", ["1"])
     with pytest.raises(FileExistsError):
         files.write_lines("a", ["2"])
 
 
-def test_the_driver_makes_files_that_only_their_user_reads(tmp_path: Path) -> None:
-    files = LocalFiles(tmp_path)
+def test_driver_files_are_private(files, tmp_path):
     files.create("a/b/c.json", "")
     files.write_lines("a/b/d.jsonl", ["1"])
     assert [(tmp_path / name).stat().st_mode & 0o7777 for name in ("a", "a/b")] == [0o700] * 2
     assert {path.stat().st_mode & 0o7777 for path in (tmp_path / "a/b").iterdir()} == {0o600}
 
 
-def test_a_write_that_fails_leaves_what_was_there(
-    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_existing_files(files, tmp_path, monkeypatch):
     files.create("old.json", "old")
 
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "no room")
-
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr("os.fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "no room")))
     writes: list[Callable[[], object]] = [
         lambda: files.create("new.json", "text"),
         lambda: files.replace("old.json", "text"),
@@ -55,7 +49,7 @@ def test_a_write_that_fails_leaves_what_was_there(
     assert files.read("old.json") == "old"
 
 
-def test_names_that_begin_with_a_dot_are_not_listed(files: Files, tmp_path: Path) -> None:
+def test_dot_files_are_not_listed(files, tmp_path):
     files.create("a.json", "")
     (tmp_path / ".DS_Store").write_text("")
     (tmp_path / f"{TEMPORARY}0").write_text("")
@@ -65,10 +59,8 @@ def test_names_that_begin_with_a_dot_are_not_listed(files: Files, tmp_path: Path
 @pytest.mark.parametrize(
     ("number", "raises"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)]
 )
-def test_a_file_system_that_syncs_no_folders_serves_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raises: bool
-) -> None:
-    def refuse(handle: int) -> None:
+def test_file_system_without_folder_sync_is_supported(tmp_path, monkeypatch, number, raises):
+    def refuse(handle):
         if stat.S_ISDIR(os.fstat(handle).st_mode):
             raise OSError(number, "no folders")
 
@@ -79,13 +71,11 @@ def test_a_file_system_that_syncs_no_folders_serves_all_the_same(
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_link_whose_answer_was_lost_is_ours_where_the_name_is_that_of_our_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
-) -> None:
+def test_lost_link_response_is_recognized_by_inode(tmp_path, monkeypatch, own):
     """NFS sends the request again, and the server answers that the name is taken."""
     link = os.link
 
-    def repeated(source: str, target: str) -> None:
+    def repeated(source, target):
         if own:
             link(source, target)
         else:

@@ -21,18 +21,18 @@ from airflow_broadway.core.version import __version__
 
 @pytest.mark.parametrize("kind", [Manifest, Outcome, Work])
 @pytest.mark.parametrize("text", ["", "[]", "nonsense", '{"version": 1}', '{"version": 1, "x": 2}'])
-def test_what_is_no_such_file_is_damaged(kind: type[Manifest | Outcome | Work], text: str) -> None:
+def test_unparsable_file_is_damaged(kind, text):
     with pytest.raises(StagingDamaged, match=r"^a/b\.json is damaged \("):
         kind.loads(text, "a/b.json")
 
 
 @pytest.mark.parametrize("version", ["99", "null", '"1"'])
-def test_a_file_of_a_newer_release_is_refused_with_the_cure(version: str) -> None:
+def test_newer_format_version_is_refused_with_the_cure(version):
     with pytest.raises(StagingError, match=r"^a/b\.json has format version .*a newer one$"):
         Outcome.loads(f'{{"version": {version}}}', "a/b.json")
 
 
-def test_a_file_of_a_newer_release_names_that_release() -> None:
+def test_newer_file_names_its_release():
     newer = '{"version": 99, "release": "0.7.0", "new": 1}'
     use = r"use airflow-broadway 0\.7\.0, which wrote it"
     for kind in (Manifest, Outcome, BatchPlan):
@@ -41,7 +41,7 @@ def test_a_file_of_a_newer_release_names_that_release() -> None:
         assert not isinstance(raised.value, StagingDamaged)
 
 
-def test_a_field_that_a_reader_does_not_know_is_ignored() -> None:
+def test_unknown_field_is_ignored():
     outcome = Outcome(batch_id="b", batcher="default", plan="p", successful=1, failed=0)
     text = sealed({**asdict(outcome), "new": [1]})
     assert Outcome.loads(text, "a/b.json") == outcome

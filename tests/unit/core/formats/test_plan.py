@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,7 @@ from tests.unit.spark.plans import Planned, Staged, rows
     ("name", "value"),
     [("path", "../../../other"), ("path", "batches/other"), ("data", ["../../../other.parquet"])],
 )
-def test_a_plan_that_names_files_elsewhere_is_refused(
-    tmp_path: Path, name: str, value: object
-) -> None:
+def test_plan_with_files_elsewhere_is_refused(tmp_path, name, value):
     staged = Staged(tmp_path)
     plan = staged.plan("default", [Planned("b0", rows(1))])
     file = tmp_path / plan.path / "plan.jsonl"

@@ -1,10 +1,10 @@
-"""What a batch's outcome holds, what stands beside it, and who wins."""
+"""What a batch's outcome holds, which files lie next to it, and which of two outcomes stands."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost
-from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.record_batch import BatchRecorder
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
+from tests.unit.planned import planned_batch
 
 PLAN = BatchPlan(
     path="batches/b/inputs/1-try",
@@ -41,7 +42,7 @@ FOLDER = "outcomes/b/inputs"
 
 
 class Files(LocalFiles):
-    """Plain files that know what was asked of them, and may refuse it."""
+    """Local files that record writes, and may refuse them or lose their response."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -53,8 +54,8 @@ class Files(LocalFiles):
         if self.refuses in path:
             raise OSError("no room")
         self.written.append(path)
-        made = super().create(path, text)
-        return False if self.unheard in path else made
+        created = super().create(path, text)
+        return created and self.unheard not in path
 
     def write_lines(self, path: str, lines: Iterable[str]) -> int:
         self.written.append(path)
@@ -62,7 +63,7 @@ class Files(LocalFiles):
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Files:
+def files(tmp_path):
     return Files(tmp_path)
 
 
@@ -76,65 +77,64 @@ def recorder_of(files: Files, *, fresh: bool = False) -> BatchRecorder:
     )
 
 
-def stands(recorder: BatchRecorder, made: Outcome) -> bool:
-    """Record an outcome; whether it is the one that stands."""
-    return recorder.record(made) == made
+def stands(recorder: BatchRecorder, outcome: Outcome) -> bool:
+    """Records an outcome; returns whether it is the one that stands."""
+    return recorder.record(outcome) == outcome
 
 
-def held(files: Files) -> list[list[str]]:
+def gathered(files: Files) -> list[list[str]]:
     """The ids in each file of copies, in order of writing."""
     names = [path for path in files.written if "gathered-" in path]
     return [[Outcome.loads(line, name).batch_id for line in files.lines(name)] for name in names]
 
 
-def test_few_exceptions_are_in_the_outcome_alone(files: Files) -> None:
+def test_few_exceptions_are_in_the_outcome(files):
     recorder = recorder_of(files)
-    made = outcome(**recorder.keep("x", iter(["one", "two"]))._asdict())
-    assert stands(recorder, made)
+    new_outcome = outcome(**recorder.keep("x", iter(["one", "two"]))._asdict())
+    assert stands(recorder, new_outcome)
 
     assert files.written == [f"{FOLDER}/x.json"]
-    found = Outcome.loads(files.read(f"{FOLDER}/x.json"), "x.json")
-    assert found == made
-    assert found.exceptions == f"{FOLDER}/x.json"
-    assert list(entry_lines(files, found.exceptions)) == ["one", "two"]
+    parsed = Outcome.loads(files.read(f"{FOLDER}/x.json"), "x.json")
+    assert parsed == new_outcome
+    assert parsed.exceptions == f"{FOLDER}/x.json"
+    assert list(entry_lines(files, parsed.exceptions)) == ["one", "two"]
 
 
-def test_a_batch_without_exceptions_has_none(files: Files) -> None:
-    made = outcome(**recorder_of(files).keep("x", [])._asdict())
-    assert (made.lines, made.exceptions, files.written) == (None, None, [])
+def test_batch_without_exceptions_has_none(files):
+    new_outcome = outcome(**recorder_of(files).keep("x", [])._asdict())
+    assert (new_outcome.lines, new_outcome.exceptions, files.written) == (None, None, [])
 
 
 @pytest.mark.parametrize(("more", "own"), [(0, False), (1, True)])
-def test_many_exceptions_have_a_file_of_their_own(files: Files, more: int, own: bool) -> None:
+def test_many_exceptions_have_their_own_file(files, more, own):
     # Given just as many bytes as an outcome holds, newlines included, or one more
     lines = ["x" * 1023] * (recording.INLINE_BYTES // 1024 - 1) + ["x" * (1023 + more)]
     read = 0
 
-    def streamed() -> Iterator[str]:
+    def streamed():
         nonlocal read
-        for read, line in enumerate(lines, 1):  # noqa: B007 - how far it was asked
+        for read, line in enumerate(lines, 1):  # noqa: B007 - the number of lines read
             yield line
 
-    made = outcome(**recorder_of(files).keep("x", streamed())._asdict())
+    new_outcome = outcome(**recorder_of(files).keep("x", streamed())._asdict())
 
     assert read == len(lines)
-    assert (made.entries is not None) is own
+    assert (new_outcome.entries is not None) is own
     if own:
-        assert made.lines is None
-        assert made.entries_sum is not None
-        assert made.entries_sum["lines"] == len(lines)
-        assert list(entry_lines(files, str(made.exceptions), made.entries_sum)) == lines
+        assert new_outcome.lines is None
+        assert new_outcome.entries_sum is not None
+        assert new_outcome.entries_sum["lines"] == len(lines)
+        path, entries_sum = str(new_outcome.exceptions), new_outcome.entries_sum
+        assert list(entry_lines(files, path, entries_sum)) == lines
     else:
-        assert made.lines == lines
+        assert new_outcome.lines == lines
 
 
-def test_exceptions_that_break_off_may_be_kept_again(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_exceptions_may_be_kept_again(files, monkeypatch):
     monkeypatch.setattr(recording, "INLINE_BYTES", 0)
     recorder = recorder_of(files)
 
-    def broken() -> Iterator[str]:
+    def broken():
         yield from ("one", "two")
         raise ValueError("a lazy frame")
 
@@ -144,18 +144,8 @@ def test_exceptions_that_break_off_may_be_kept_again(
     assert list(entry_lines(files, str(kept.entries), kept.entries_sum)) == ["three"]
 
 
-PLANNED = PlannedBatch(
-    batch_id="x",
-    rows=[[0, 0]],
-    files=[0],
-    batch_key=["a", 1],
-    keys=1,
-    partition=3,
-    size=4,
-    bytes=9,
-    trigger="timeout",
-    redelivered=2,
-    sources={"g": 4},
+PLANNED = planned_batch(
+    "x", batch_key=["a", 1], partition=3, size=4, trigger="timeout", redelivered=2, sources={"g": 4}
 )
 
 
@@ -166,12 +156,13 @@ def lend(files: Files) -> None:
     files.replace(paths.lease("g"), json.dumps(lease.to_json()))
 
 
-def test_a_batch_is_described_to_its_callback_and_recorded(files: Files) -> None:
+def test_batch_info_and_outcome_are_recorded(files):
     lend(files)
 
     batch = recorder_of(files).begin(PLANNED, ("a", 1))
     exceptions = batch.keep(["one"])
-    made = batch.record(successful=2, failed=1, missing=1, exceptions=exceptions, error="e" * 9999)
+    counts: dict[str, Any] = {"successful": 2, "failed": 1, "missing": 1}
+    recorded = batch.record(**counts, exceptions=exceptions, error="e" * 9999)
 
     assert batch.info == BatchInfo(
         batcher="b",
@@ -183,25 +174,24 @@ def test_a_batch_is_described_to_its_callback_and_recorded(files: Files) -> None
         redelivered=2,
         attempt=2,
     )
-    assert Outcome.loads(files.read(f"{FOLDER}/x.json"), "x") == made
-    assert (made.successful, made.failed, made.missing, made.lines) == (2, 1, 1, ["one"])
-    assert (made.plan, made.batcher, made.writer, made.try_number) == (PLAN.path, "b", "w", 2)
-    assert len(made.error.encode()) == MAX_REASON
-    assert datetime.fromisoformat(made.started_at).tzinfo is not None
+    assert Outcome.loads(files.read(f"{FOLDER}/x.json"), "x") == recorded
+    assert (recorded.successful, recorded.failed, recorded.missing) == (2, 1, 1)
+    assert (recorded.lines, recorded.plan, recorded.batcher) == (["one"], PLAN.path, "b")
+    assert (recorded.writer, recorded.try_number) == ("w", 2)
+    assert len(recorded.error.encode()) == MAX_REASON
+    assert datetime.fromisoformat(recorded.started_at).tzinfo is not None
 
 
 @pytest.mark.parametrize(
     ("taken", "error"), [("work/t-000003.json", OwnershipLost), (paths.intent("g"), LeaseLapsed)]
 )
-def test_a_batch_of_another_is_neither_begun_nor_recorded(
-    files: Files, taken: str, error: type[Exception]
-) -> None:
+def test_batch_taken_over_is_neither_begun_nor_recorded(files, taken, error):
     # Given a batch that is being handled
     lend(files)
     recorder = recorder_of(files, fresh=True)
     batch = recorder.begin(PLANNED, None)
 
-    # When a later try takes the task over, or somebody begins to settle the messages
+    # When a later try takes the task over, or the messages are about to be settled
     files.create(taken, "{}")
 
     # Then it gets no outcome, and no other try of this task's begins it
@@ -212,43 +202,41 @@ def test_a_batch_of_another_is_neither_begun_nor_recorded(
     assert files.list(FOLDER) == []
 
 
-def test_the_first_outcome_stands(files: Files) -> None:
+def test_the_first_outcome_stands(files):
     assert stands(recorder_of(files), outcome(writer="first"))
     late = recorder_of(files)
     assert not stands(late, outcome(writer="second"))
     late.finish()
     assert Outcome.loads(files.read(f"{FOLDER}/x.json"), "x").writer == "first"
-    assert held(files) == []
+    assert gathered(files) == []
 
 
-def test_an_answer_that_got_lost_is_no_defeat(files: Files) -> None:
-    # Given a store whose client tried again, and met what it had written
+def test_lost_response_of_own_write_is_recognized(files):
+    # Given a store whose client retried, and found its own write
     files.unheard = "x.json"
     recorder = recorder_of(files)
     assert stands(recorder, outcome())
     assert not stands(recorder, outcome(writer="another"))
 
 
-def test_copies_are_gathered_by_number_and_by_size(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_are_gathered_by_count_and_size(files, monkeypatch):
     monkeypatch.setattr(recording, "GATHERED", 3)
     recorder = recorder_of(files)
     for name in "abcdefg":
         assert stands(recorder, outcome(name))
-    assert held(files) == [["a", "b", "c"], ["d", "e", "f"]]
+    assert gathered(files) == [["a", "b", "c"], ["d", "e", "f"]]
     recorder.finish()  # of one outcome there is no need to have two
-    assert len(held(files)) == 2
+    assert len(gathered(files)) == 2
 
     monkeypatch.setattr(recording, "GATHERED_BYTES", 1000)
     for name in "hij":
         assert stands(recorder, outcome(name, lines=["x" * 1000]))
     recorder.finish()
-    assert held(files)[2:] == [["h"], ["i"], ["j"]]
-    assert all(paths.is_gathered(Path(each).name) for each in files.written if "gathered" in each)
+    assert gathered(files)[2:] == [["h"], ["i"], ["j"]]
+    assert all(paths.is_gathered(Path(path).name) for path in files.written if "gathered" in path)
 
 
-def test_copies_that_cannot_be_written_are_done_without(files: Files) -> None:
+def test_unwritable_copies_are_skipped(files):
     files.refuses = "gathered"
     recorder = recorder_of(files)
     assert stands(recorder, outcome("a"))
@@ -257,7 +245,7 @@ def test_copies_that_cannot_be_written_are_done_without(files: Files) -> None:
     assert files.list(FOLDER) == ["a.json", "b.json"]
 
 
-def test_an_outcome_that_cannot_be_written_is_an_error_and_has_no_copy(files: Files) -> None:
+def test_unwritable_outcome_raises_and_has_no_copy(files):
     recorder = recorder_of(files)
     assert stands(recorder, outcome("a"))
     files.refuses = "b.json"
@@ -265,17 +253,15 @@ def test_an_outcome_that_cannot_be_written_is_an_error_and_has_no_copy(files: Fi
         recorder.record(outcome("b"))
     assert stands(recorder, outcome("c"))
     recorder.finish()
-    assert held(files) == [["a", "c"]]
+    assert gathered(files) == [["a", "c"]]
 
 
-def test_many_threads_record_beside_each_other(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_record_concurrently(files, monkeypatch):
     monkeypatch.setattr(recording, "GATHERED", 7)
     recorder = recorder_of(files)
     start = threading.Barrier(4)
 
-    def work(own: int) -> None:
+    def work(own):
         start.wait(20)
         for n in range(25):
             assert stands(recorder, outcome(f"{own}-{n}"))
@@ -287,11 +273,11 @@ def test_many_threads_record_beside_each_other(
         thread.join(60)
     recorder.finish()
 
-    copies = [each for some in held(files) for each in some]
+    copies = [name for names in gathered(files) for name in names]
     assert sorted(copies) == sorted(f"{own}-{n}" for own in range(4) for n in range(25))
 
 
-def test_an_outcome_that_is_gone_or_was_changed_has_no_lines(files: Files) -> None:
+def test_missing_or_changed_outcome_has_no_lines(files):
     with pytest.raises(StagingDamaged, match="is missing"):
         list(entry_lines(files, f"{FOLDER}/x.json"))
     recorder_of(files).record(outcome(lines=["one", "two"]))

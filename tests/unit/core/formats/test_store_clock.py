@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ class Slow(StoreClock):
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path):
     return Store.open(f"file://{tmp_path}/staging")
 
 
@@ -36,17 +35,13 @@ def off(clock: Clock) -> float:
     return (clock.now() - SystemClock().now()).total_seconds()
 
 
-def test_a_host_with_the_right_time_keeps_its_clock(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_correct_host_clock_is_kept(store, caplog):
     assert off(store.clock(1.0, SystemClock())) < 0.001
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("offset", "words"), [(300.0, "ahead of"), (-300.0, "behind")])
-def test_a_host_with_another_time_judges_by_the_folder_and_reports_both_clocks(
-    store: Store, caplog: pytest.LogCaptureFixture, offset: float, words: str
-) -> None:
+def test_skewed_host_uses_the_folder_clock_and_logs_both(store, caplog, offset, words):
     host = StoreClock(SystemClock(), offset)
 
     judged = store.clock(300.0, host)
@@ -64,23 +59,19 @@ def test_a_host_with_another_time_judges_by_the_folder_and_reports_both_clocks(
 
 
 @pytest.mark.parametrize(("lease", "reported"), [(40.0, 1), (60.0, 0)])
-def test_a_tenth_of_the_lease_is_reported_and_less_is_not(
-    store: Store, caplog: pytest.LogCaptureFixture, lease: float, reported: int
-) -> None:
+def test_skew_above_a_tenth_of_the_lease_is_reported(store, caplog, lease, reported):
     judged = store.clock(lease, StoreClock(SystemClock(), 5.0))
     assert isinstance(judged, StoreClock)
     assert abs(off(judged)) < 1.0
     assert len(caplog.records) == reported
 
 
-def test_a_task_that_looks_again_reports_nothing_again(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_repeated_look_reports_nothing(store, caplog):
     store.clock(300.0, StoreClock(SystemClock(), 300.0), report=False)
     assert not caplog.records
 
 
-def test_a_lease_that_is_shorter_than_the_doubt_is_refused(store: Store) -> None:
+def test_lease_shorter_than_the_uncertainty_is_refused(store):
     # Writing a file takes ten seconds here, by a clock that is five minutes ahead
     rule = r"300 s ahead of .* known to 10\.1 s only, .* a lease of 15 s cannot be judged; .* 20 s"
     with pytest.raises(StagingError, match=rule):
@@ -98,9 +89,7 @@ class Jumping(SystemClock):
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
-def test_a_wall_clock_that_jumps_is_measured_again_with_one_warning(
-    store: Store, caplog: pytest.LogCaptureFixture, jump: float
-) -> None:
+def test_wall_clock_jump_is_remeasured_with_one_warning(store, caplog, jump):
     host = Jumping()
     judged = store.clock(300.0, host)
     for moved in (jump, 0.0):  # it jumps, and is set right again
@@ -114,9 +103,7 @@ def test_a_wall_clock_that_jumps_is_measured_again_with_one_warning(
 
 
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
-def test_a_jump_while_the_folder_cannot_be_written_leaves_the_time_of_the_monotonic_clock(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, jump: float
-) -> None:
+def test_jump_with_unwritable_folder_falls_back_to_monotonic_clock(tmp_path, caplog, jump):
     store, host = Store.open(f"file://{tmp_path}/staging"), Jumping()
     judged = store.clock(300.0, host)
     moved = (tmp_path / "staging").rename(tmp_path / "away")
@@ -132,9 +119,7 @@ def test_a_jump_while_the_folder_cannot_be_written_leaves_the_time_of_the_monoto
     assert moved.is_dir()
 
 
-def test_a_clock_that_is_adjusted_by_less_than_a_second_is_not_measured_again(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_subsecond_adjustment_is_not_remeasured(store, caplog):
     host = Jumping()
     judged = store.clock(300.0, host)
     host.jump = 0.9
@@ -142,7 +127,7 @@ def test_a_clock_that_is_adjusted_by_less_than_a_second_is_not_measured_again(
     assert not caplog.records
 
 
-def test_a_folder_that_cannot_be_written_is_refused_when_a_task_begins(tmp_path: Path) -> None:
+def test_unwritable_folder_is_refused_at_task_start(tmp_path):
     (tmp_path / "staging").write_bytes(b"")
     with pytest.raises(StagingError, match=r"staging"):
         Store.open(f"file://{tmp_path}/staging").clock(300.0, SystemClock())

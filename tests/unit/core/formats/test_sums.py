@@ -1,4 +1,4 @@
-"""Lines and seals: what is not as it was written is found."""
+"""Checksums of lines and seals detect changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.sums import Summing, check_seal, checked, sealed
 
 
-def test_a_seal_survives_what_looks_like_one() -> None:
+def test_seal_survives_similar_text():
     text = sealed({"a": 'x "seal": "" y', "b": [1]}, sort_keys=True)
     check_seal(text, "file")
     assert json.loads(text)["a"] == 'x "seal": "" y'
@@ -19,7 +19,7 @@ def test_a_seal_survives_what_looks_like_one() -> None:
             check_seal(damaged, "file")
 
 
-def test_lines_are_counted_before_they_are_compared() -> None:
+def test_lines_are_counted_before_compared():
     summing = Summing()
     lines = list(summing.through(["a", "b\u2028", ""]))
     assert list(checked(lines, summing.to_json(), "f")) == lines

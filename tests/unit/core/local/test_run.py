@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ class Plain(Passing):
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> str:
+def path(tmp_path):
     return str(tmp_path / "queue.db")
 
 
@@ -46,9 +45,9 @@ def on(path: str, kind: type[Broadway] = Plain, **options: Any) -> Broadway:
     return kind(producer=SqliteProducer(queue="q", path=path, **options))
 
 
-def test_a_lease_is_renewed_while_the_run_is_at_work(path: str) -> None:
+def test_lease_is_renewed_during_the_run(path):
     class Pipeline(Plain):
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             time.sleep(0.2)
             return message
 
@@ -57,13 +56,13 @@ def test_a_lease_is_renewed_while_the_run_is_at_work(path: str) -> None:
     assert (report.settled.acked, report.settled.lapsed) == (10, 0)
 
 
-def test_waiting_for_the_first_message_longer_than_a_lease_is_no_lapse(path: str) -> None:
+def test_waiting_longer_than_a_lease_is_no_lapse(path):
     queue_of(path, 0)
     report = on(path, lease=0.05).run_local(wait_seconds=0.3)
     assert (report.received, report.ended) == (0, "empty")
 
 
-def test_a_run_waits_for_messages_only_as_long_as_it_may() -> None:
+def test_run_waits_only_within_its_limits():
     clock = ManualClock()
     report = Plain().run_local(clock=clock, wait_seconds=30.0, max_seconds=100.0)
     assert report.ended == "empty"
@@ -73,9 +72,9 @@ def test_a_run_waits_for_messages_only_as_long_as_it_may() -> None:
     assert clock.monotonic() == pytest.approx(130.0)
 
 
-def test_sigterm_stops_taking_finishes_and_gives_back_the_rest(path: str) -> None:
+def test_sigterm_finishes_dispatched_messages_and_releases_the_rest(path):
     class Pipeline(Plain):
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             if message.data == b"150":
                 os.kill(os.getpid(), signal.SIGTERM)
             return message
@@ -85,36 +84,36 @@ def test_sigterm_stops_taking_finishes_and_gives_back_the_rest(path: str) -> Non
     report = on(path, Pipeline).run_local()
     assert signal.getsignal(signal.SIGTERM) is before
     assert report.ended == "stopped"
-    assert report.settled.acked == 160  # what was handed out was finished
+    assert report.settled.acked == 160  # dispatched messages were finished
     assert report.balanced
     assert queue.depth().ready == 1000 - 160
 
 
-def test_after_shutdown_seconds_what_is_not_done_is_released(path: str) -> None:
+def test_unfinished_messages_are_released_after_shutdown_seconds(path):
     clock = ManualClock()
     stop: list[str] = []
 
     class Pipeline(Plain):
         shutdown = 5.0
 
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             clock.advance(1.0)
             if message.data == b"3":
-                stop.append("told to")
+                stop.append("by the test")
             return message
 
     queue = queue_of(path, 100, clock)
     report = on(path, Pipeline, lease=3600.0).run_local(
         clock=clock, stop=lambda: stop[0] if stop else ""
     )
-    assert report.ended == "told to"
+    assert report.ended == "by the test"
     assert report.settled.released > 0
     assert report.balanced
     assert queue.depth().leased == 0
 
 
 class Stuck(Plain):
-    """The first message is at work until the run has ended, beside nine more, of which 3 fails."""
+    """The first message is at work until the run has ended, next to nine more, of which 3 fails."""
 
     processors = Processors(concurrency=2, max_demand=1)
     stuck_in = "process"
@@ -151,40 +150,38 @@ class StuckInABatch(Stuck):
 
 
 @pytest.mark.parametrize("kind", [Stuck, StuckUnbatched, StuckInABatch])
-def test_what_is_done_behind_a_callback_that_hangs_is_counted_and_the_stuck_message_is_named(
-    path: str, kind: type[Stuck], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_messages_done_behind_a_stuck_callback_count(path, kind, caplog):
     kind.begun, kind.done, kind.free = threading.Event(), threading.Semaphore(0), threading.Event()
     queue = queue_of(path, 10)
     stop = Stop(SystemClock(), shutdown=0.0)
 
-    def stops() -> None:
+    def request_stop():
         for _ in range(9):
             assert kind.done.acquire(timeout=10.0)
         stop.request("signal", at_once=True)
 
-    told = threading.Thread(target=stops)
-    told.start()
+    thread = threading.Thread(target=request_stop)
+    thread.start()
     try:
         report = on(path, kind).run_local(stop=stop)
     finally:
         kind.free.set()
-        told.join()
+        thread.join()
 
     # Then 3 has failed, and what is done is settled, unless a batch was still to handle it
     assert (report.received, report.failed, report.balanced) == (10, 1, True)
     acked = 0 if kind is Stuck else 8
     assert (report.settled.acked, report.settled.requeued) == (acked, 1)
     assert report.settled.released == 9 - acked
-    batches = sum(sum(each.values()) for each in report.batches.values())
+    batches = sum(sum(batch.values()) for batch in report.batches.values())
     assert batches == (9 if kind is StuckInABatch else 0)
-    [stuck] = [each.message_id for each in queue.receive("next", 10) if each.data == b"0"]
+    [stuck] = [message.message_id for message in queue.receive("next", 10) if message.data == b"0"]
     assert re.search(rf"was still at message '{stuck}' when .* are released", caplog.text)
     assert "three" in caplog.text
 
 
-def test_a_message_on_which_the_transformer_raises_fails_alone(path: str) -> None:
-    def transform(message: Message) -> Message:
+def test_message_failed_by_the_transformer_fails_alone(path):
+    def transform(message):
         if message.data == b"150":
             raise ValueError("poison")
         return Message(message.data + b"!")  # without id and acknowledger: it gets them again
@@ -197,12 +194,12 @@ def test_a_message_on_which_the_transformer_raises_fails_alone(path: str) -> Non
     assert (depth.leased, depth.ready + depth.delayed) == (0, 1)
 
 
-def test_rate_limiting_bounds_what_a_run_takes_and_is_remembered(path: str) -> None:
+def test_rate_limit_bounds_runs_and_is_remembered(path):
     clock, state = ManualClock(), MemoryRateState()
     queue = queue_of(path, 100, clock)
     limit = RateLimiting(allowed_messages=30, interval=60.0)
 
-    def run(**budget: Any) -> Any:
+    def run(**budget):
         return on(path, rate_limiting=limit).run_local(
             clock=clock, limiter=RateLimiter(limit, clock, state), **budget
         )
@@ -215,7 +212,7 @@ def test_rate_limiting_bounds_what_a_run_takes_and_is_remembered(path: str) -> N
     assert queue.depth().ready == 40
 
 
-def test_batches_time_out_by_the_clock_while_nothing_comes(path: str) -> None:
+def test_batches_time_out_while_idle(path):
     clock = ManualClock()
 
     class Pipeline(Plain):
@@ -226,7 +223,7 @@ def test_batches_time_out_by_the_clock_while_nothing_comes(path: str) -> None:
     assert report.batches == {"default": {"timeout": 1}}
 
 
-def test_a_message_that_comes_after_a_batchs_timeout_is_in_the_next_batch(path: str) -> None:
+def test_message_after_a_batch_timeout_is_in_the_next_batch(path):
     clock = ManualClock()
     sizes: list[tuple[int, str]] = []
 
@@ -234,11 +231,11 @@ def test_a_message_that_comes_after_a_batchs_timeout_is_in_the_next_batch(path: 
         processors = Processors(concurrency=1, max_demand=2)
         batchers = {"default": Batcher(engine="python", batch_size=100, batch_timeout=2.0)}
 
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             clock.advance(1.2)  # the second is done 0.4 s after the batch's time
             return message
 
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        def handle_batch(self, batcher, messages, batch_info, context):
             sizes.append((len(messages), batch_info.trigger.value))
             return messages
 
@@ -247,7 +244,7 @@ def test_a_message_that_comes_after_a_batchs_timeout_is_in_the_next_batch(path: 
     assert sizes == [(2, "timeout"), (1, "flush")]
 
 
-def test_a_timeout_that_passes_while_another_batch_is_handled_is_seen_at_once() -> None:
+def test_timeout_during_another_batch_is_noticed_immediately():
     seen: list[tuple[str, str]] = []
 
     class Pipeline(Plain):
@@ -257,10 +254,10 @@ def test_a_timeout_that_passes_while_another_batch_is_handled_is_seen_at_once() 
             "slow": Batcher(engine="python", batch_size=1),
         }
 
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             return message.put_batcher(message.data)
 
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        def handle_batch(self, batcher, messages, batch_info, context):
             seen.append((batcher, batch_info.trigger.value))
             driver.clock.advance(3.0 if batcher == "slow" else 0.0)
             return messages
@@ -270,7 +267,7 @@ def test_a_timeout_that_passes_while_another_batch_is_handled_is_seen_at_once() 
     assert seen == [("slow", "size"), ("waiting", "timeout")]
 
 
-def test_what_is_pending_at_the_end_comes_in_the_order_of_batchers_and_of_opening() -> None:
+def test_pending_batches_flush_in_order_of_batchers_and_opening():
     seen: list[tuple[str, str]] = []
 
     class Pipeline(Plain):
@@ -280,23 +277,23 @@ def test_what_is_pending_at_the_end_comes_in_the_order_of_batchers_and_of_openin
             "first": Batcher(engine="python", batch_size=2),
         }
 
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             batcher, key = message.data
             return message.put_batcher(batcher).put_batch_key(key)
 
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        def handle_batch(self, batcher, messages, batch_info, context):
             if batch_info.trigger == "flush":
                 seen.append((batcher, batch_info.batch_key))
             return messages
 
-    given = [("first", "a"), ("second", "c"), ("second", "a"), ("second", "b")]
+    data = [("first", "a"), ("second", "c"), ("second", "a"), ("second", "b")]
     driver = PipelineDriver(Pipeline)
-    driver.push([*given, ("second", "c"), ("second", "c")])  # c is full, and opened anew
+    driver.push([*data, ("second", "c"), ("second", "c")])  # c is full, and opened anew
     driver.drain()
     assert seen == [("second", "a"), ("second", "b"), ("second", "c"), ("first", "a")]
 
 
-def test_batches_of_one_key_stay_in_order_without_partition_by() -> None:
+def test_batches_of_one_key_stay_in_order_without_partition_by():
     running: Counter[str] = Counter()
     handled: list[tuple[str, int]] = []
     lock = threading.Lock()
@@ -305,10 +302,10 @@ def test_batches_of_one_key_stay_in_order_without_partition_by() -> None:
         processors = Processors(concurrency=1, max_demand=100)
         batchers = {"default": Batcher(engine="python", batch_size=5, concurrency=4)}
 
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             return message.put_batch_key("abc"[message.data % 3])
 
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        def handle_batch(self, batcher, messages, batch_info, context):
             key = batch_info.batch_key
             with lock:
                 running[key] += 1
@@ -322,31 +319,31 @@ def test_batches_of_one_key_stay_in_order_without_partition_by() -> None:
     report = Pipeline().run_local(range(300))
     assert report.failed == 0
     for index, key in enumerate("abc"):
-        assert [data for each, data in handled if each == key] == list(range(index, 300, 3))
+        assert [data for other, data in handled if other == key] == [*range(index, 300, 3)]
 
 
-def test_ten_messages_are_spread_over_ten_processors() -> None:
+def test_ten_messages_are_spread_over_ten_processors():
     barrier = threading.Barrier(10, timeout=5.0)
 
     class Pipeline(Plain):
         processors = Processors(concurrency=10)
         batchers: Any = {}
 
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             barrier.wait()
             return message
 
     assert Pipeline().run_local(range(10)).failed == 0
 
 
-def test_no_more_is_taken_than_is_under_way() -> None:
+def test_receiving_stays_close_to_processing():
     class Pipeline(Plain):
         processors = Processors(concurrency=2, max_demand=10)
 
     pool = ProcessorPool(Pipeline())
     taken = handled = ahead = 0
 
-    def dispatches() -> Iterator[list[Message]]:
+    def dispatches():
         nonlocal taken, ahead
         for _ in range(500):
             taken += 10
@@ -367,7 +364,7 @@ streams = st.lists(st.tuples(fates, st.sampled_from("ab")), max_size=40)
 
 
 class Fated(Plain):
-    """Each message carries what becomes of it, and its key."""
+    """Each message carries its fate and its key."""
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         fate, key = message.data.decode().split()
@@ -394,7 +391,7 @@ class Fated(Plain):
 
 
 def verdicts(stream: list[tuple[str, str]], folder: Path, budget: int) -> dict[int, str]:
-    """What became of each message, by its number: looked up in the queue after the runs."""
+    """The fate of each message, by its number, as read from the queue after the runs."""
     path = str(folder / "queue.db")
     clock = ManualClock()
     with SqliteQueue(path, "q", clock=clock) as queue:
@@ -408,7 +405,7 @@ def verdicts(stream: list[tuple[str, str]], folder: Path, budget: int) -> dict[i
             received += report.received
         assert (queue.depth().leased, queue.depth().ready) == (0, 0)
         clock.advance(3600.0)
-        again = {each.message_id: each.attempt for each in queue.receive("look", 1000)}
+        again = {message.message_id: message.attempt for message in queue.receive("look", 1000)}
         assert not queue.dead_letters()
     return {
         number: f"attempt {again[message_id]}" if message_id in again else "acknowledged"
@@ -418,9 +415,7 @@ def verdicts(stream: list[tuple[str, str]], folder: Path, budget: int) -> dict[i
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stream=streams.filter(lambda s: "lost" not in dict(s)), cut=st.integers(1, 40))
-def test_splitting_a_run_changes_no_messages_verdict(
-    stream: list[tuple[str, str]], cut: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_splitting_a_run_changes_no_verdict(stream, cut, tmp_path_factory):
     whole = verdicts(stream, tmp_path_factory.mktemp("whole"), 1000)
     assert verdicts(stream, tmp_path_factory.mktemp("parts"), cut) == whole
     fails = {"fail", "raise", "batch-fail"}
@@ -432,9 +427,7 @@ def test_splitting_a_run_changes_no_messages_verdict(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stream=streams)
-def test_every_message_is_in_exactly_one_class(
-    stream: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_every_message_is_in_exactly_one_class(stream, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("run") / "queue.db")
     with SqliteQueue(path, "q") as queue:
         queue.create()

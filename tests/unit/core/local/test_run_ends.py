@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ class SplitsWrongly(Plain):
 
 
 @pytest.fixture
-def queue(tmp_path: Path) -> SqliteQueue:
+def queue(tmp_path):
     queue = SqliteQueue(tmp_path / "queue.db", "q")
     queue.create()
     return queue
@@ -51,26 +50,26 @@ def send(queue: SqliteQueue, count: int) -> None:
     queue.send([b"%d" % number for number in range(count)])
 
 
-def test_no_callback_sees_a_message_that_is_not_held(queue: SqliteQueue) -> None:
+def test_callbacks_see_only_leased_messages(queue):
     # Given callbacks that try to receive, as another run would, whatever they see
     send(queue, 15)
     seen: list[str] = []
     stolen: list[str] = []
 
-    def steals(message: Message) -> Message:
+    def steals(message):
         other = f"another-{len(seen)}"
         seen.append(message.message_id)
         stolen.extend(
-            each.message_id for each in queue.receive(other, 30) if each.message_id in seen
+            message.message_id for message in queue.receive(other, 30) if message.message_id in seen
         )
         queue.release(other)
         return message
 
     class Pipeline(Plain):
-        def prepare_messages(self, messages: list[Message], context: Any) -> list[Message]:
-            return [steals(each) for each in messages]
+        def prepare_messages(self, messages, context):
+            return [steals(message) for message in messages]
 
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             return steals(message)
 
     report = on(queue, Pipeline, transformer=steals).run_local()
@@ -79,12 +78,12 @@ def test_no_callback_sees_a_message_that_is_not_held(queue: SqliteQueue) -> None
     assert (report.received, report.failed, len(seen), stolen) == (15, 0, 45, [])
 
 
-def test_a_message_on_which_the_splitter_raises_fails_alone(queue: SqliteQueue) -> None:
+def test_message_failed_by_the_splitter_fails_alone(queue):
     send(queue, 60)
     seen: list[list[bytes]] = []
 
     class Pipeline(SplitsWrongly):
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        def handle_batch(self, batcher, messages, batch_info, context):
             seen.append([message.data for message in messages])
             return messages
 
@@ -94,7 +93,9 @@ def test_a_message_on_which_the_splitter_raises_fails_alone(queue: SqliteQueue) 
     assert (report.settled.acked, report.failed) == (59, 1)
     assert [len(batch) for batch in seen] == [10, 10, 10, 10, 10, 9]
     assert b"35" not in [data for batch in seen for data in batch]
-    assert [(each["count"], each["reason"]) for each in report.reasons] == [(1, "ValueError: 35")]
+    assert [(reason["count"], reason["reason"]) for reason in report.reasons] == [
+        (1, "ValueError: 35")
+    ]
     depth = queue.depth()
     assert (depth.ready + depth.delayed + depth.dead, depth.leased) == (1, 0)
 
@@ -103,9 +104,7 @@ def test_a_message_on_which_the_splitter_raises_fails_alone(queue: SqliteQueue) 
     ("budget", "ended"),
     [({"max_messages": 25}, "max_messages"), ({"max_seconds": 3.0}, "max_seconds")],
 )
-def test_a_run_that_ends_by_itself_takes_the_time_it_needs_for_its_batches(
-    tmp_path: Path, budget: dict[str, Any], ended: str
-) -> None:
+def test_run_at_its_limit_finishes_its_batches(tmp_path, budget, ended):
     # Given batches that take far longer than a run that is told to stop would have
     clock = ManualClock()
     queue = SqliteQueue(tmp_path / "queue.db", "q", clock=clock)
@@ -113,11 +112,11 @@ def test_a_run_that_ends_by_itself_takes_the_time_it_needs_for_its_batches(
     class Pipeline(Plain):
         shutdown = 5.0
 
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             clock.advance(0.12)
             return message
 
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        def handle_batch(self, batcher, messages, batch_info, context):
             if batch_info.trigger.value == "flush":
                 clock.advance(1000.0)
             return messages
@@ -132,43 +131,39 @@ def test_a_run_that_ends_by_itself_takes_the_time_it_needs_for_its_batches(
     assert queue.depth().ready == 75
 
 
-def test_what_its_acknowledger_could_not_settle_goes_back_when_the_run_ends(
-    queue: SqliteQueue, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsettled_group_is_released_at_the_end(queue, monkeypatch, caplog):
     # Given an acknowledger that fails once
     ack = RunAcknowledger.ack
     calls: list[int] = []
 
-    def fails_once(self: RunAcknowledger, *given: Any) -> None:
+    def fails_once(self, *args):
         calls.append(1)
         if len(calls) == 1:
             raise RuntimeError("no")
-        ack(self, *given)
+        ack(self, *args)
 
     monkeypatch.setattr(RunAcknowledger, "ack", fails_once)
     send(queue, 20)
 
     report = on(queue, Plain).run_local()
 
-    # Then it is told, the other group is acked, and its own can be received at once
-    assert [getattr(each, "code", "") for each in caplog.records] == ["acknowledger_error"]
+    # Then it is logged, the other group is acked, and the failed one can be received at once
+    assert [getattr(record, "code", "") for record in caplog.records] == ["acknowledger_error"]
     assert (report.settled.acked, report.settled.released, report.balanced) == (10, 10, True)
-    assert {each.attempt for each in queue.receive("next", 20)} == {1}
+    assert {message.attempt for message in queue.receive("next", 20)} == {1}
 
 
 @pytest.mark.parametrize(("batchers", "acked"), [({}, 4), (Plain.batchers, 0)])
-def test_a_callback_in_the_runs_own_thread_is_waited_for_however_short_shutdown_is(
-    tmp_path: Path, batchers: dict[str, Batcher], acked: int
-) -> None:
-    # Given one processor, at its fourth message when the run is told to stop, for long after
+def test_callback_in_own_thread_is_awaited_beyond_shutdown(tmp_path, batchers, acked):
+    # Given a processor whose fourth message runs long after the stop
     clock = ManualClock()
     queue = SqliteQueue(tmp_path / "queue.db", "q", clock=clock)
     stop = Stop(clock, shutdown=0.001)
 
     class Pipeline(Plain):
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             if message.data == b"3":
-                stop.request("told")
+                stop.request("test")
                 clock.advance(100.0)
             return message
 
@@ -177,6 +172,6 @@ def test_a_callback_in_the_runs_own_thread_is_waited_for_however_short_shutdown_
 
     report = on(queue, Pipeline, lease=1e6).run_local(clock=clock, stop=stop)
 
-    # Then that message counts as those before it do, and no other is begun, nor any batch
-    assert (report.ended, report.settled.acked, report.balanced) == ("told", acked, True)
+    # Then that message counts as handled, and no other message or batch begins
+    assert (report.ended, report.settled.acked, report.balanced) == ("test", acked, True)
     assert (queue.depth().ready, queue.depth().leased) == (20 - acked, 0)

@@ -36,18 +36,18 @@ PART = st.text(alphabet=st.one_of(st.sampled_from("./=%_\\ :ab"), st.characters(
         ("\ud83d", "%ED%A0%BD"),
     ],
 )
-def test_a_part_is_the_name_of_one_folder(part: str, folder: str) -> None:
+def test_part_is_one_folder_name(part, folder):
     assert INFO.path(ROOT, part) == f"{ROOT}/{folder}/batch_id=b0"
 
 
-def test_the_root_stays_as_it_is() -> None:
+def test_root_stays_unchanged():
     assert INFO.path("file:///data/../lake/") == "file:///data/../lake/batch_id=b0"
 
 
 @given(st.lists(PART, max_size=3))
 @example(["..", ".."])
 @example(["../../finance/payroll"])
-def test_a_batch_lies_below_its_root_one_folder_for_each_part(parts: list[str]) -> None:
+def test_batch_path_is_below_root_with_one_folder_per_part(parts):
     path = INFO.path(ROOT, *parts)
     path.encode()
     below = path.removeprefix(f"{ROOT}/")
@@ -58,6 +58,6 @@ def test_a_batch_lies_below_its_root_one_folder_for_each_part(parts: list[str]) 
 
 
 @given(st.lists(PART, min_size=2, max_size=2, unique=True))
-def test_different_parts_give_different_folders(parts: list[str]) -> None:
+def test_different_parts_give_different_folders(parts):
     first, second = parts
     assert INFO.path(ROOT, first) != INFO.path(ROOT, second)

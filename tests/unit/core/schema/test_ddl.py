@@ -15,7 +15,7 @@ from airflow_broadway.core.schema.types import Array, Atomic, DataType, Decimal,
 # --------------------------------------------------------------------------------------------------
 
 
-def test_a_schema_is_read_column_by_column() -> None:
+def test_schema_is_read_column_by_column():
     schema = parse_schema("origin string not null, dep_delay double, seats smallint")
 
     assert schema == Schema(
@@ -66,31 +66,31 @@ def test_a_schema_is_read_column_by_column() -> None:
         ),
     ],
 )
-def test_every_type_of_the_grammar_is_read(text: str, kind: DataType) -> None:
+def test_every_type_of_the_grammar_is_read(text, kind):
     assert parse_schema(f"x {text}") == Schema((Field("x", kind),))
 
 
-def test_a_colon_may_follow_the_name_as_pyspark_allows() -> None:
+def test_colon_may_follow_the_name():
     assert parse_schema("a: int, b : string") == parse_schema("a int, b string")
 
 
-def test_keywords_may_be_the_names_of_columns() -> None:
+def test_keywords_may_be_column_names():
     assert parse_schema("comment string, `not` int, date date").names == ("comment", "not", "date")
 
 
-def test_a_backquoted_name_may_hold_anything() -> None:
+def test_backquoted_name_may_hold_anything():
     assert parse_schema("`größe, in ``cm``` int").names == ("größe, in `cm`",)
 
 
 @pytest.mark.parametrize("text", [r"'it\'s'", "'it''s'", '"it\'s"'])
-def test_a_comment_is_kept(text: str) -> None:
+def test_comment_is_kept(text):
     schema = parse_schema(f"a int not null comment {text}")
 
     assert schema.fields == (Field("a", Atomic.INT, nullable=False, comment="it's"),)
     assert schema.ddl == r"a int not null comment 'it\'s'"
 
 
-def test_the_rendered_ddl_is_canonical() -> None:
+def test_rendered_ddl_is_canonical():
     schema = parse_schema("A INTEGER,`b c` Struct<X:DEC(4,2) NOT NULL,y Map<Short,Real>>")
 
     assert schema.ddl == "A int, `b c` struct<X: decimal(4,2) not null, y: map<smallint, float>>"
@@ -145,19 +145,19 @@ def test_the_rendered_ddl_is_canonical() -> None:
         ("`\ud800` int", "cannot be encoded as UTF-8"),
     ],
 )
-def test_a_mistake_is_named_with_its_place(text: str, message: str) -> None:
+def test_mistake_is_named_with_its_place(text, message):
     with pytest.raises(SchemaError, match=re.escape(message)) as caught:
         parse_schema(text)
     assert str(caught.value).count("character ") == 1
     str(caught.value).encode()
 
 
-def test_what_is_not_text_is_no_schema() -> None:
+def test_schema_must_be_text():
     with pytest.raises(SchemaError, match="a schema is DDL text, not dict"):
         parse_schema({"a": "int"})  # type: ignore[arg-type]
 
 
-def test_types_nest_up_to_a_limit() -> None:
+def test_types_nest_up_to_a_limit():
     # Given the deepest schema, and one deeper
     deepest = "a " + "array<" * MAX_DEPTH + "int" + ">" * MAX_DEPTH
     deeper = "a " + "array<" * 10_000
@@ -168,7 +168,7 @@ def test_types_nest_up_to_a_limit() -> None:
         parse_schema(deeper)
 
 
-def test_types_built_by_hand_obey_the_same_rules() -> None:
+def test_types_built_by_hand_obey_the_same_rules():
     with pytest.raises(SchemaError, match="at least one column"):
         Schema(())
     with pytest.raises(SchemaError, match="columns a and A differ only in case"):
@@ -209,7 +209,7 @@ kinds: st.SearchStrategy[DataType] = st.recursive(
 
 
 @given(fields_of(kinds).map(Schema))
-def test_a_schema_is_read_back_from_its_own_ddl(schema: Schema) -> None:
+def test_schema_is_read_back_from_its_own_ddl(schema):
     assert parse_schema(schema.ddl) == schema
     assert parse_schema(f"data {Struct(schema.fields).ddl}").fields[0].type == Struct(schema.fields)
 
@@ -220,7 +220,7 @@ fragments = st.sampled_from(
 
 
 @given(st.text() | st.lists(fragments, max_size=30).map("".join))
-def test_any_text_is_a_schema_or_a_schema_error(text: str) -> None:
+def test_any_text_is_a_schema_or_a_schema_error(text):
     try:
         schema = parse_schema(text)
     except SchemaError as error:

@@ -89,7 +89,7 @@ def convert(kind: str, value: Any) -> Any:
         ("timestamp_ntz", "2013-01-31T12:00:00", NAIVE_NOON),
     ],
 )
-def test_a_value_becomes_its_columns_type(kind: str, value: Any, expected: Any) -> None:
+def test_value_is_converted_to_its_column_type(kind, value, expected):
     converted = convert(kind, value)
 
     assert converted == expected
@@ -165,9 +165,7 @@ def test_a_value_becomes_its_columns_type(kind: str, value: Any, expected: Any) 
         ("struct<a: int>", [1], "a mapping, a dataclass or a NamedTuple, got list [1]"),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_with_column_rule_and_value(
-    kind: str, value: Any, rule: str
-) -> None:
+def test_misfit_is_refused_with_column_rule_and_value(kind, value, rule):
     with pytest.raises(ConversionError, match=re.escape(rule)) as caught:
         convert(kind, value)
     assert str(caught.value).startswith("x: expected ")
@@ -181,7 +179,7 @@ SOME_OF_EACH = (
 
 
 @pytest.mark.parametrize("kind", SOME_OF_EACH)
-def test_null_or_a_missing_key_in_a_not_null_column_names_the_column(kind: str) -> None:
+def test_null_in_a_not_null_column_names_the_column(kind):
     converter = parse_schema(f"a int, `the x` {kind} not null").converter()
 
     for data in ({"a": 1, "the x": None}, {"a": 1}):
@@ -190,7 +188,7 @@ def test_null_or_a_missing_key_in_a_not_null_column_names_the_column(kind: str) 
         assert str(caught.value).startswith("`the x`: expected ")
 
 
-def test_a_long_value_is_cut_in_the_message() -> None:
+def test_long_value_is_cut_in_the_message():
     with pytest.raises(MisfitError) as caught:
         convert("int", "x" * 10_000_000)
     assert caught.value.shown == "str '" + "x" * 199 + "…"
@@ -222,19 +220,19 @@ FlightTuple = namedtuple("FlightTuple", ["origin", "seats"])  # noqa: PYI024  # 
         FlightTuple("JFK", 3),
     ],
 )
-def test_data_may_be_any_record(data: Any) -> None:
+def test_data_may_be_any_record(data):
     assert parse_schema("origin string, seats int").converter()(data) == ("JFK", 3)
 
 
 @pytest.mark.parametrize("data", [None, "JFK", b"{}", ["JFK", 3], ("JFK", 3), Flight])
-def test_data_that_is_no_record_is_refused(data: Any) -> None:
+def test_non_record_data_is_refused(data):
     converter = parse_schema("origin string, seats int").converter()
 
     with pytest.raises(ConversionError, match="data: expected a mapping, a dataclass or a Named"):
         converter(data)
 
 
-def test_nested_values_become_tuples_lists_and_pairs() -> None:
+def test_nested_values_become_tuples_lists_and_pairs():
     converter = parse_schema(
         "id int, stops array<struct<code: string, at: double>>, tags map<string, date>"
     ).converter()
@@ -264,7 +262,7 @@ def test_nested_values_become_tuples_lists_and_pairs() -> None:
         ({"stops": 7}, "stops"),
     ],
 )
-def test_the_path_leads_to_the_value(data: Any, path: str) -> None:
+def test_path_leads_to_the_value(data, path):
     converter = parse_schema(
         "stops array<struct<code: string, `by day`: map<string, array<int>>>>"
     ).converter()
@@ -275,7 +273,7 @@ def test_the_path_leads_to_the_value(data: Any, path: str) -> None:
     assert caught.value.path == path
 
 
-def test_keys_outside_the_schema_are_dropped_and_counted_by_name() -> None:
+def test_dropped_keys_are_counted_by_name():
     # Given a converter, and data with more keys than columns
     converter = parse_schema("id int, stops array<struct<code: string>>").converter()
     data = {"id": 1, "ID": 2, "stops": [{"code": "a", "gate": 1}, {"gate": 2}], 5: None}
@@ -288,7 +286,7 @@ def test_keys_outside_the_schema_are_dropped_and_counted_by_name() -> None:
     assert converter.dropped == {"ID": 2, "stops[].gate": 4, "int 5": 2}
 
 
-def test_hostile_keys_fill_neither_memory_nor_log() -> None:
+def test_hostile_keys_fill_neither_memory_nor_log():
     converter = parse_schema("id int").converter()
 
     for number in range(MAX_DROPPED_NAMES + 50):
@@ -299,9 +297,9 @@ def test_hostile_keys_fill_neither_memory_nor_log() -> None:
     assert all(len(name.encode()) < 300 for name in converter.dropped)
 
 
-def test_a_value_whose_repr_fails_is_still_refused() -> None:
+def test_value_whose_repr_fails_is_still_refused():
     class Broken:
-        def __repr__(self) -> str:
+        def __repr__(self):
             raise RuntimeError
 
     with pytest.raises(ConversionError, match=r"got Broken \(its repr fails\)"):
@@ -314,7 +312,7 @@ def test_a_value_whose_repr_fails_is_still_refused() -> None:
 
 
 @given(st.integers(1, 38), st.data())
-def test_a_decimal_is_exact_or_refused(precision: int, data: st.DataObject) -> None:
+def test_decimal_is_exact_or_refused(precision, data):
     scale = data.draw(st.integers(0, precision))
     value = data.draw(
         st.decimals(allow_nan=False, allow_infinity=False)
@@ -336,7 +334,7 @@ def test_a_decimal_is_exact_or_refused(precision: int, data: st.DataObject) -> N
 
 
 @given(st.datetimes(timezones=st.timezones() | st.none()))
-def test_an_instant_stays_the_same_instant(moment: datetime) -> None:
+def test_timestamp_keeps_its_moment(moment):
     aware = moment.tzinfo is not None
     kind, other = ("timestamp", "timestamp_ntz") if aware else ("timestamp_ntz", "timestamp")
     # Near the ends of the calendar, UTC's year may be none of its years.
@@ -362,7 +360,7 @@ anything = st.recursive(
 
 
 @given(st.sampled_from(SOME_OF_EACH), anything)
-def test_any_value_is_converted_or_refused_with_a_conversion_error(kind: str, value: Any) -> None:
+def test_any_value_is_converted_or_refused_with_a_conversion_error(kind, value):
     try:
         convert(kind, value)
     except ConversionError as error:

@@ -1,4 +1,4 @@
-"""Pipelines whose callbacks end their process at one message; other processes must import them."""
+"""Pipelines whose callbacks end their process at one message; other processes import them."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def _error_of_a_plugin() -> Exception:
     plugin: Any = ModuleType("plugin_of_this_process")
     sys.modules[plugin.__name__] = plugin
     plugin.Error = type("Error", (Exception,), {"__module__": plugin.__name__})
-    made: Exception = plugin.Error("of a plugin")
-    return made
+    error: Exception = plugin.Error("of a plugin")
+    return error
 
 
-def _end_so_often(path: str, times: int) -> None:
-    """End this process, unless so many have ended here."""
+def _end_up_to(path: str, times: int) -> None:
+    """Ends this process, up to ``times`` times."""
     with open(path, "a+") as file:
         file.seek(0)
         if len(file.read()) < times:
@@ -84,7 +84,7 @@ class Killers(Broadway):
         if message.data == "fails":
             raise ValueError("fails")
         if type(message.data) is tuple:
-            _end_so_often(*message.data)
+            _end_up_to(*message.data)
         if message.data == "unreadable":
             raise _error_of_a_plugin()
         if message.data == "now":
@@ -133,7 +133,7 @@ class Ordered(Broadway):
 
 
 class Asks(Killers):
-    """Its callbacks ask the host."""
+    """Callbacks query the host."""
 
     def setup(self, run: Any) -> Any:
         return hosts.ask("setup")
@@ -165,7 +165,7 @@ class hosts:  # noqa: N801 - a namespace
 
 
 class Sleeps(Killers):
-    """Tells its process, and stays at its message."""
+    """Writes down its pid, and stays at its message."""
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         with open(message.data, "w") as file:

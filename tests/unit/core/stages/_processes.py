@@ -52,9 +52,9 @@ class InProcesses(Broadway):
             case "forked":
                 return message.put_data(_pipes_of_a_fork())
             case "descriptors":
-                told = "import os; print(len(os.listdir('/proc/self/fd')))"
+                script = "import os; print(len(os.listdir('/proc/self/fd')))"
                 # What a callback starts without a thought for descriptors
-                command = [sys.executable, "-c", told]
+                command = [sys.executable, "-c", script]
                 started = subprocess.run(command, close_fds=False, capture_output=True, check=True)
                 return message.put_data(int(started.stdout))
         return message.put_data((message.data, os.getpid()))
@@ -68,13 +68,13 @@ def _pipes_of_a_fork() -> list[str]:
     read, write = os.pipe()
     if not os.fork():
         known = {os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2, write)}
-        held = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-        os.write(write, json.dumps([each for each in held if each not in known]).encode())
+        targets = {os.readlink(p) for p in Path("/proc/self/fd").iterdir() if p.is_symlink()}
+        os.write(write, json.dumps([*(targets - known)]).encode())
         os._exit(0)
     os.wait()
     os.close(write)
-    with os.fdopen(read) as told:
-        return [each for each in json.loads(told.read()) if each.startswith("pipe:")]
+    with os.fdopen(read) as file:
+        return [pipe for pipe in json.load(file) if pipe.startswith("pipe:")]
 
 
 class WithoutBatchers(InProcesses):

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -36,9 +35,7 @@ def _in_a_fork(note: Path) -> None:
 
 
 @pytest.mark.parametrize("begins", [_in_a_processor, _in_a_fork])
-def test_a_child_ends_when_its_task_is_killed(
-    begins: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_child_ends_when_its_task_is_killed(begins, tmp_path):
     note = tmp_path / "child"
     task = os.fork()
     if not task:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,6 +17,7 @@ from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.stages.entry import EntryFailure, MessageEntry, is_entry_failure
 from airflow_broadway.core.stages.processor_pool import ProcessorPool
 from airflow_broadway.testing import DummyProducer, PipelineDriver
+from tests.unit.core.stages._killers import OrderedProducer
 from tests.unit.passing import Passing
 
 DELIVERED = Message(
@@ -34,30 +37,28 @@ class Plain(Passing):
 
 
 def transformed(transformer: Callable[[Any], Any], message: Message = DELIVERED) -> Message:
-    _, made = MessageEntry(Plain(), transformer).enter(message)
-    return made
+    [message] = MessageEntry(Plain(), transformer).transform([message])
+    return message
 
 
-def test_a_message_made_anew_keeps_what_it_is_to_its_broker() -> None:
-    made = transformed(lambda message: Message(message.data.decode(), batcher="b"))
+def test_recreated_message_keeps_its_delivery():
+    message = transformed(lambda message: Message(message.data.decode(), batcher="b"))
 
-    assert (made.data, made.batcher) == ("data", "b")
+    assert (message.data, message.batcher) == ("data", "b")
     # Without its attempt it would be retried for ever; without the mark a repetition goes unseen.
-    assert (made.message_id, made.attempt, made.redelivered) == ("m-1", 3, True)
-    assert (made.received_at, made.position, made.size) == (DELIVERED.received_at, 7, 4)
-    assert made.acknowledger == DELIVERED.acknowledger
+    assert (message.message_id, message.attempt, message.redelivered) == ("m-1", 3, True)
+    assert (message.received_at, message.position) == (DELIVERED.received_at, 7)
+    assert message.size == 4
+    assert message.acknowledger == DELIVERED.acknowledger
 
 
-def test_a_message_changed_by_its_functions_is_passed_on_as_it_is() -> None:
-    made = transformed(lambda message: message.put_data(1).put_batch_key("k"))
-    assert (made.data, made.batch_key, made.attempt) == (1, "k", 3)
+def test_changed_message_is_passed_on():
+    message = transformed(lambda message: message.put_data(1).put_batch_key("k"))
+    assert (message.data, message.batch_key, message.attempt) == (1, "k", 3)
 
 
-def _raises(error: BaseException) -> Callable[[Any], Any]:
-    def raises(message: Any) -> Any:
-        raise error
-
-    return raises
+def _raising(error: BaseException) -> Callable[[Any], Any]:
+    return mock.Mock(side_effect=error)
 
 
 @pytest.mark.parametrize(
@@ -68,23 +69,21 @@ def _raises(error: BaseException) -> Callable[[Any], Any]:
             "must keep the message_id: it changed 'm-1' to 'order-1'",
         ),
         (lambda message: b"raw", "must return a message, got: b'raw'"),
-        (_raises(ValueError("17")), "ValueError: 17"),
-        (_raises(SystemExit(3)), "SystemExit: 3"),
-        (_raises(asyncio.CancelledError()), "CancelledError"),
-        (_raises(GeneratorExit()), "GeneratorExit"),
+        (_raising(ValueError("17")), "ValueError: 17"),
+        (_raising(SystemExit(3)), "SystemExit: 3"),
+        (_raising(asyncio.CancelledError()), "CancelledError"),
+        (_raising(GeneratorExit()), "GeneratorExit"),
     ],
 )
-def test_a_transformer_fails_its_message_alone(
-    transformer: Callable[[Any], Any], reason: str
-) -> None:
-    made = transformed(transformer)
+def test_transformer_fails_its_message_alone(transformer, reason):
+    message = transformed(transformer)
 
-    assert is_entry_failure(made)
-    assert reason in made.status.text
-    assert (made.message_id, made.data) == ("m-1", b"data")
+    assert is_entry_failure(message)
+    assert reason in message.status.text
+    assert (message.message_id, message.data) == ("m-1", b"data")
 
 
-def test_an_entry_failure_stays_one_in_another_process() -> None:
+def test_entry_failure_survives_pickling():
     failure = EntryFailure("error", ValueError("17"), "trace")
     assert type(pickle.loads(pickle.dumps(failure))) is EntryFailure
 
@@ -92,9 +91,9 @@ def test_an_entry_failure_stays_one_in_another_process() -> None:
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), type("TaskTimeout", (BaseException,), {})()]
 )
-def test_what_ends_the_task_goes_through(error: BaseException) -> None:
+def test_interrupt_in_a_transformer_propagates(error):
     with pytest.raises(type(error)):
-        transformed(_raises(error))
+        transformed(_raising(error))
 
 
 def _lane(message: Message) -> Any:
@@ -117,41 +116,24 @@ class Checked(Plain):
 
 
 @pytest.mark.parametrize("inline", [True, False])
-def test_partition_by_fails_its_message_alone(inline: bool) -> None:
+def test_partition_by_fails_its_message_alone(inline):
     driver = PipelineDriver(Plain)
-    pool = ProcessorPool(Partitioned(), inline=inline)
-    try:
-        done = list(pool.map([[driver.message(number) for number in range(60)]]))
-    finally:
-        pool.close()
-    failed = {m.data: m.status.text for _, result in done for m in result.failed}
+    with closing(ProcessorPool(Partitioned(), inline=inline)) as pool:
+        results = list(pool.map([[driver.message(number) for number in range(60)]]))
+    failed = {m.data: m.status.text for _, result in results for m in result.failed}
     assert failed.keys() == {3, 35}
     assert failed[35] == "ValueError: 35"
     assert "must return an integer of at least 0, got: 'three'" in failed[3]
-    assert sum(len(result.successful) for _, result in done) == 58
+    assert sum(len(result.successful) for _, result in results) == 58
 
 
-def test_entry_failures_reach_handle_failed() -> None:
+def test_entry_failures_reach_handle_failed():
     driver = PipelineDriver(Plain)
     pipeline = Checked()
-    pool = ProcessorPool(pipeline, transformer=_raises(ValueError("no")))
-    try:
+    with closing(ProcessorPool(pipeline, transformer=_raising(ValueError("no")))) as pool:
         [(_, result)] = pool.map([[driver.message(1), driver.message(2)]])
-    finally:
-        pool.close()
     assert pipeline.failed_with == [1, 2]
     assert [message.status.kind for message in result.failed] == ["error", "error"]
-
-
-class OrderedProducer(DummyProducer):
-    """Keeps the order of the first letter of a message's data."""
-
-    @property
-    def keeps_order(self) -> bool:
-        return True
-
-    def group_of(self, message: Message) -> str | None:
-        return str(message.data)[0]
 
 
 class Ordered(Passing):
@@ -162,18 +144,15 @@ class Ordered(Passing):
         return messages
 
 
-def test_an_entry_failure_holds_back_what_is_behind_it_in_its_group() -> None:
-    def transformer(message: Message) -> Message:
+def test_entry_failure_holds_back_its_group():
+    def transformer(message):
         if message.data == "a2":
             raise ValueError("a2")
         return message
 
     driver = PipelineDriver(Plain)
-    pool = ProcessorPool(Ordered(), transformer=transformer)
     chunk = [driver.message(data) for data in ("a1", "b1", "a2", "b2", "a3")]
-    try:
+    with closing(ProcessorPool(Ordered(), transformer=transformer)) as pool:
         [(_, result)] = pool.map([chunk])
-    finally:
-        pool.close()
     assert [message.data for message in result.successful] == ["a1", "b1", "b2"]
     assert [message.data for message in result.failed] == ["a2"]  # and a3 has no result

@@ -1,12 +1,10 @@
-"""What a run tells about its failures."""
+"""What a run logs of its failures."""
 
 from __future__ import annotations
 
 import logging
 import pickle
 from typing import Any
-
-import pytest
 
 from airflow_broadway import Batcher, Message, Processors
 from airflow_broadway.core.model.message import Status
@@ -29,14 +27,12 @@ class Failing(Passing):
         return message
 
 
-def test_the_first_ten_failures_of_a_kind_are_told_in_full_and_all_in_a_table(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_first_ten_failures_are_logged_in_full_and_all_in_a_table(caplog):
     with caplog.at_level(logging.ERROR):
         report = Failing().run_local(range(1000))
 
     assert report.failed == 600
-    in_full = [each for each in caplog.records if each.exc_info]
+    in_full = [record for record in caplog.records if record.exc_info]
     assert len(in_full) == 10
     # Which message it was, and the type of the exception
     assert in_full[0].getMessage() == (
@@ -49,53 +45,49 @@ def test_the_first_ten_failures_of_a_kind_are_told_in_full_and_all_in_a_table(
         "        400  ValueError: odd: 1",
         "        200  a multiple of five",
     ]
-    assert len(caplog.records) == 12  # the hundredth was told too
+    assert len(caplog.records) == 12  # the hundredth was logged too
 
 
-def test_each_kind_of_failure_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_kind_of_failure_is_logged(caplog):
     class Both(Failing):
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        def handle_batch(self, batcher, messages, batch_info, context):
             raise KeyError(batch_info.batch_id)
 
     with caplog.at_level(logging.ERROR):
         Both().run_local(range(1000))
-    kinds = {each.exc_info[0] for each in caplog.records if each.exc_info}
+    kinds = {record.exc_info[0] for record in caplog.records if record.exc_info}
     assert kinds == {ValueError, KeyError}
 
 
-def test_a_line_names_an_exception_that_has_no_text_and_one_whose_text_cannot_be_had(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exception_without_text_is_named(monkeypatch):
     class Odd(Exception):
-        def __str__(self) -> str:
+        def __str__(self):
             raise RuntimeError("no text")
 
     class Silent(Failing):
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             raise KeyError if message.data else Odd
 
-    # No handler gets the lines: some would ask the exception for its text.
-    told: list[str] = []
+    # No handler receives the lines: some would read the text of the exception.
+    lines: list[str] = []
     monkeypatch.setattr(
-        callbacks.log, "error", lambda text, *values, **_: told.append(text % values)
+        callbacks.log, "error", lambda text, *values, **_: lines.append(text % values)
     )
     Silent().run_local([0, 1])
-    assert told[0].endswith("failed message 'given-0': Odd: (its text cannot be had)")
-    assert told[1].endswith("failed message 'given-1': KeyError")
+    assert lines[0].endswith("failed message 'given-0': Odd: (its text cannot be had)")
+    assert lines[1].endswith("failed message 'given-1': KeyError")
 
 
-def test_a_list_that_is_used_as_a_dataframe_is_explained(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_list_used_as_dataframe_is_explained(caplog):
     class Writing(Passing):
         producer = DummyProducer()
         batchers = {"default": Batcher(engine="python")}
 
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        def handle_batch(self, batcher, messages, batch_info, context):
             return messages.write.parquet("/nowhere")
 
     class OwnList(Writing):
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        def handle_batch(self, batcher, messages, batch_info, context):
             return [].write  # type: ignore[attr-defined]
 
     with caplog.at_level(logging.ERROR):
@@ -107,10 +99,12 @@ def test_a_list_that_is_used_as_a_dataframe_is_explained(
         " gets a list of messages; a DataFrame comes with Batcher(engine='spark')"
     )
     assert own["reason"] == "AttributeError: 'list' object has no attribute 'write'"
-    assert any(each.exc_info and reason["reason"] in each.getMessage() for each in caplog.records)
+    assert any(
+        record.exc_info and reason["reason"] in record.getMessage() for record in caplog.records
+    )
 
 
-def test_a_status_keeps_its_traceback_when_it_is_pickled() -> None:
+def test_pickled_status_keeps_its_traceback():
     try:
         raise ValueError("here")
     except ValueError as error:
@@ -118,7 +112,7 @@ def test_a_status_keeps_its_traceback_when_it_is_pickled() -> None:
     assert 'raise ValueError("here")' in pickle.loads(pickle.dumps(status)).stacktrace
 
 
-def test_more_than_ten_messages_are_named_by_the_first_ten() -> None:
+def test_more_than_ten_messages_are_named_by_the_first_ten():
     ids = [f"m{number}" for number in range(11)]
     assert name_messages(ids[:1]) == "message 'm0'"
     first = ", ".join(map(repr, ids[:10]))

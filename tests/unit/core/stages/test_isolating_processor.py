@@ -1,11 +1,11 @@
-"""A message that ends its process: its neighbours are handled, and it alone is blamed."""
+"""A message that ends its process: its neighbours are handled, and only it is blamed."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -34,23 +34,24 @@ from tests.unit.core.stages._killers import (
 
 def messages_of(data: Sequence[Any]) -> list[Message]:
     driver = PipelineDriver(Killers)
-    return [driver.message(each) for each in data]
+    return [driver.message(part) for part in data]
+
+
+def suspects_of(data: Sequence[Any]) -> list[Message]:
+    return [message.with_redelivered() for message in messages_of(data)]
 
 
 def handle(
     kind: type[Broadway], data: Sequence[Any], *, enters: bool = False
 ) -> tuple[list[Message], list[Message]]:
-    processor = IsolatingProcessor(SubprocessProcessor(kind(), enters=enters))
-    try:
+    with closing(IsolatingProcessor(SubprocessProcessor(kind(), enters=enters))) as processor:
         result = processor.handle(messages_of(data))
-    finally:
-        processor.close()
     return result.successful, result.failed
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_message_that_ends_its_process_is_the_only_one_to_fail(place: str, way: str) -> None:
+def test_only_the_killing_message_fails(place, way):
     kind = Partitioned if place == "partition_by" else Killers
     data = [*range(7), f"{place} {way}", *range(7, 20)]
 
@@ -66,14 +67,14 @@ def test_a_message_that_ends_its_process_is_the_only_one_to_fail(place: str, way
     )
 
 
-def test_what_was_in_a_process_that_ended_is_marked_as_redelivered() -> None:
+def test_messages_of_a_dead_process_are_marked_redelivered():
     successful, failed = handle(Killers, [1, "handle_message exit", 2])
     assert [message.redelivered for message in (*successful, *failed)] == [True, True, True]
     successful, failed = handle(Killers, [1, "fails", 2])
     assert [message.redelivered for message in (*successful, *failed)] == [False, False, False]
 
 
-def test_several_messages_that_end_their_process_are_all_found() -> None:
+def test_several_killing_messages_are_all_found():
     data = [f"handle_message {WAYS[n % 3]}" if n % 10 == 4 else n for n in range(40)]
     successful, failed = handle(Killers, data)
     assert len(successful) == 36
@@ -81,7 +82,7 @@ def test_several_messages_that_end_their_process_are_all_found() -> None:
     assert len(failed) == 4
 
 
-def test_each_message_is_blamed_by_deaths_of_its_own_alone(tmp_path: Path) -> None:
+def test_message_is_blamed_only_for_its_own_deaths(tmp_path):
     # Given a neighbour that is handled after a death of its own, and one that is blamed
     recovers = (str(tmp_path / "first"), 2)  # once beside the other, once alone
     successful, failed = handle(Killers, [recovers, (str(tmp_path / "second"), 1)])
@@ -93,23 +94,24 @@ def test_each_message_is_blamed_by_deaths_of_its_own_alone(tmp_path: Path) -> No
     ] * 2
 
 
-def test_what_a_callback_settled_before_its_process_ended_is_not_handled_again() -> None:
+def test_immediately_settled_message_is_not_handled_again():
     successful, failed = handle(Killers, [1, "now", "handle_message exit", "now"])
     # The first "now" was settled in the process that ended: it has no other result.
-    assert [(each.data, is_settled(each)) for each in successful] == [(1, False), ("now", True)]
+    assert [(m.data, is_settled(m)) for m in successful] == [(1, False), ("now", True)]
     assert len(failed) == 1
 
 
-def test_a_single_message_is_blamed_where_nothing_else_was_handled() -> None:
-    assert [each.status.kind for each in handle(Killers, ["handle_message kill"])[1]] == ["crashed"]
+def test_single_message_is_blamed_without_neighbours():
+    _, [message] = handle(Killers, ["handle_message kill"])
+    assert message.status.kind == "crashed"
 
 
-def test_a_process_that_closes_its_pipe_and_lives_is_ended_and_its_message_blamed() -> None:
+def test_process_with_closed_pipe_is_ended_and_its_message_blamed():
     _, [message] = handle(Killers, ["handle_message close"])
     assert message.status.text.endswith("that handled nothing else, the last with a closed pipe")
 
 
-def test_a_result_that_only_its_process_can_read_fails_its_message_alone() -> None:
+def test_unreadable_result_fails_its_message_alone():
     successful, failed = handle(Killers, [1, "unreadable", 2])
     assert [message.data for message in successful] == [1, 2]
     [message] = failed
@@ -119,17 +121,17 @@ def test_a_result_that_only_its_process_can_read_fails_its_message_alone() -> No
     )
 
 
-def test_a_host_on_which_every_process_ends_blames_two_messages_at_most() -> None:
+def test_host_that_ends_every_process_blames_two_messages_at_most():
     with pytest.raises(PipelineError, match=r"at every message that it.*no further message"):
         handle(KillsAlways, range(8))
 
 
-def test_a_process_that_ends_in_setup_blames_no_message() -> None:
+def test_death_in_setup_blames_no_message():
     with pytest.raises(PipelineError, match=r"exit code 7 while it loaded .* handled no message"):
         handle(KillsInSetup, range(8))
 
 
-def test_a_new_process_holds_back_what_is_behind_a_failure_in_its_group() -> None:
+def test_new_process_holds_back_the_group_of_a_failure():
     data = ["a1", "b fails", "a dies", "b2", "a3", "c4"]
     successful, failed = handle(Ordered, data)
     assert [message.data for message in successful] == ["a1", "a3", "c4"]
@@ -139,7 +141,7 @@ def test_a_new_process_holds_back_what_is_behind_a_failure_in_its_group() -> Non
     }
 
 
-def test_each_death_is_logged_with_its_messages(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_death_is_logged_with_its_messages(caplog):
     with caplog.at_level(logging.WARNING):
         handle(Killers, [1, "handle_message kill"])
     text = [record.getMessage() for record in caplog.records]
@@ -185,27 +187,21 @@ class InThreads(Killers):
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_suspects_are_handled_in_a_process_of_their_own_and_others_as_always(
-    concurrency: int,
-) -> None:
+def test_suspects_are_handled_in_a_child_and_others_in_threads(concurrency):
     pipeline = InThreads(processors={"executor": "threads", "concurrency": concurrency})
     fresh = messages_of(["transformed", *range(50)])
-    suspects = [
-        message.with_redelivered()
-        for message in messages_of(["transformed", "transformer segv", *range(50, 60)])
-    ]
+    suspects = suspects_of(["transformed", "transformer segv", *range(50, 60)])
     rules = AllRedelivered(size=5)
-    pool = ProcessorPool(pipeline, transformer=pipeline.producer.transformer, suspects=rules)
-    try:
-        done = list(pool.map([[*suspects[:6], *fresh, *suspects[6:]]]))
-    finally:
-        pool.close()
+    with closing(
+        ProcessorPool(pipeline, transformer=pipeline.producer.transformer, suspects=rules)
+    ) as pool:
+        results = list(pool.map([[*suspects[:6], *fresh, *suspects[6:]]]))
 
-    here = {m.data for _, r in done for m in r.successful if m.batch_key == str(os.getpid())}
-    apart = {m.data for _, r in done for m in r.successful if m.batch_key != str(os.getpid())}
+    here = {m.data for _, r in results for m in r.successful if m.batch_key == str(os.getpid())}
+    apart = {m.data for _, r in results for m in r.successful if m.batch_key != str(os.getpid())}
     assert here == {"transformed!", *range(50)}
     assert apart == {"transformed!", *range(50, 60)}
-    assert [m.data for _, r in done for m in r.failed] == ["transformer segv"]
+    assert [m.data for _, r in results for m in r.failed] == ["transformer segv"]
     assert rules.notes == [
         ["transformed", "transformer segv", 50, 51, 52],
         [53, 54, 55, 56, 57],
@@ -214,56 +210,45 @@ def test_suspects_are_handled_in_a_process_of_their_own_and_others_as_always(
     ]
 
 
-def test_a_message_that_is_known_to_end_its_task_is_not_handled() -> None:
+def test_known_killer_is_not_handled():
     pipeline = InThreads(processors={"executor": "threads"})
-    [known] = messages_of(["known"])
-    pool = ProcessorPool(pipeline, suspects=AllRedelivered(size=1, blamed="known"))
-    try:
-        [(chunk, result)] = pool.map([[known.with_redelivered()]])
-    finally:
-        pool.close()
+    with closing(ProcessorPool(pipeline, suspects=AllRedelivered(size=1, blamed="known"))) as pool:
+        [(chunk, result)] = pool.map([suspects_of(["known"])])
     assert [message.data for message in chunk] == ["known"]
     assert [message.status.text for message in result.failed] == ["crashed: it is known"]
 
 
 @pytest.mark.parametrize("kind", [Ordered, Partitioned])
-def test_where_order_counts_a_dispatch_with_a_suspect_is_handled_apart_as_a_whole(
-    kind: type[Broadway],
-) -> None:
+def test_ordered_dispatch_with_a_suspect_is_handled_in_a_child(kind):
     pipeline = kind(processors={"executor": "threads", "concurrency": 2})
     messages = messages_of(["a1", "b1", "a2", "b2", "a3", "b3"])
     fresh, dispatch = messages[:2], messages[2:]
     dispatch[2] = dispatch[2].with_redelivered()
     rules = AllRedelivered()
     data = {message.message_id: message.data for message in (*fresh, *dispatch)}
-    pool = ProcessorPool(pipeline, suspects=rules)
-    try:
+    with closing(ProcessorPool(pipeline, suspects=rules)) as pool:
         results = [result for _, result in pool.map([fresh, dispatch])]
-        done = [data[message.message_id] for each in results for message in each.successful]
-    finally:
-        pool.close()
+        done = [data[message.message_id] for result in results for message in result.successful]
     assert sorted(done[:2]) == ["a1", "b1"]
     assert done[2:] == ["a2", "b2", "a3", "b3"]
     assert rules.notes == [["a2", "b2", "a3", "b3"], []]
 
 
-def test_an_interrupt_amid_suspects_leaves_those_not_handled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_interrupt_amid_suspects_leaves_the_unhandled(monkeypatch):
     pipeline = InThreads(processors={"executor": "threads", "max_demand": 2, "min_demand": 0})
-    suspects = [message.with_redelivered() for message in messages_of(range(6))]
+    suspects = suspects_of(range(6))
     pool = ProcessorPool(pipeline, suspects=AllRedelivered(size=2))
     handled: list[Any] = []
     whole = IsolatingProcessor.handle
 
-    def interrupted(self: IsolatingProcessor, chunk: list[Message]) -> Any:
+    def interrupted(self, chunk):
         if chunk[0].data == 4:
             raise KeyboardInterrupt
         return whole(self, chunk)
 
     monkeypatch.setattr(IsolatingProcessor, "handle", interrupted)
 
-    def run() -> None:
+    def run():
         for _, result in pool.map([suspects]):
             handled.extend(message.data for message in result.successful)
 
@@ -281,58 +266,47 @@ def test_an_interrupt_amid_suspects_leaves_those_not_handled(
 # -- what a child needs of its parent --------------------------------------------------------------
 
 
-def test_a_child_asks_the_host_of_its_parent() -> None:
-    asked: list[Any] = []
+def test_child_queries_the_host_of_its_parent():
+    requests: list[Any] = []
 
-    def answer(request: Any) -> Any:
-        asked.append(request)
+    def answer(request):
+        requests.append(request)
         if request == "refused":
             raise LookupError("there is no such thing")
         return f"answer to {request}"
 
     host = ChildHost(connect=f"{Asks.__module__}:hosts.connect", answer=answer)
-    processor = IsolatingProcessor(SubprocessProcessor(Asks(), host=host))
-    try:
+    with closing(IsolatingProcessor(SubprocessProcessor(Asks(), host=host))) as processor:
         result = processor.handle(messages_of([1, "refused", 2]))
-    finally:
-        processor.close()
-    assert asked == ["setup", 1, "refused", 2]
-    assert [each.data for each in result.successful] == [
+    assert requests == ["setup", 1, "refused", 2]
+    assert [m.data for m in result.successful] == [
         ("answer to setup", "answer to 1"),
         ("answer to setup", "answer to 2"),
     ]
-    assert [each.status.text for each in result.failed] == ["LookupError: there is no such thing"]
+    assert [m.status.text for m in result.failed] == ["LookupError: there is no such thing"]
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
-def test_suspects_are_handled_here_if_no_child_can_be_started(
-    concurrency: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_suspects_are_handled_by_the_parent_without_a_child(concurrency, monkeypatch, caplog):
     monkeypatch.setenv("PARENT_OF_TESTS", str(os.getpid()))
     pipeline = SetupFailsInChildren(
         processors={"executor": "threads", "concurrency": concurrency, "max_demand": 4}
     )
     rules = AllRedelivered(size=3)
-    suspects = [message.with_redelivered() for message in messages_of(range(10))]
+    suspects = suspects_of(range(10))
     fresh = messages_of(range(10, 20))
-    pool = ProcessorPool(pipeline, suspects=rules)
-    try:
-        done = list(pool.map([[*suspects, *fresh], []]))
-    finally:
-        pool.close()
-    assert sorted(m.data for _, result in done for m in result.successful) == [*range(20)]
+    with closing(ProcessorPool(pipeline, suspects=rules)) as pool:
+        results = list(pool.map([[*suspects, *fresh], []]))
+    assert sorted(m.data for _, result in results for m in result.successful) == [*range(20)]
     assert rules.notes == []
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert "could be started for them (RuntimeError: the port is taken)" in record.getMessage()
 
 
-def test_what_no_batcher_gets_need_not_be_picklable_in_a_child_for_suspects() -> None:
+def test_unbatched_results_need_not_be_picklable_in_a_child():
     class_path = "tests.unit.core.stages._processes:WithoutBatchers"
     pipeline = load_ref({"class": class_path, "options": {"processors": {"executor": "threads"}}})
-    [message] = messages_of(["unpicklable"])
-    pool = ProcessorPool(pipeline, suspects=AllRedelivered())
-    try:
-        [(_, result)] = pool.map([[message.with_redelivered()]])
-    finally:
-        pool.close()
-    assert [each.message_id for each in result.successful] == [message.message_id]
+    [message] = suspects_of(["unpicklable"])
+    with closing(ProcessorPool(pipeline, suspects=AllRedelivered())) as pool:
+        [(_, result)] = pool.map([[message]])
+    assert [m.message_id for m in result.successful] == [message.message_id]

@@ -10,7 +10,7 @@ from airflow_broadway.testing import ManualClock
 OPTIONS = RateLimiting(allowed_messages=10, interval=60.0)
 
 
-def test_a_window_grants_its_messages_once_and_carries_nothing_over() -> None:
+def test_window_grants_its_messages_once():
     clock = ManualClock()
     limiter = RateLimiter(OPTIONS, clock)
     assert (limiter.take(7), limiter.take(7), limiter.take(7)) == (7, 3, 0)
@@ -23,7 +23,7 @@ def test_a_window_grants_its_messages_once_and_carries_nothing_over() -> None:
     assert limiter.take(100) == 10
 
 
-def test_windows_keep_their_beat_over_idle_time() -> None:
+def test_windows_keep_their_phase_over_idle_time():
     clock = ManualClock()
     limiter = RateLimiter(OPTIONS, clock)
     limiter.take(10)
@@ -32,7 +32,7 @@ def test_windows_keep_their_beat_over_idle_time() -> None:
     assert limiter.wait_seconds() == pytest.approx(50.0)
 
 
-def test_what_the_source_did_not_have_is_given_back() -> None:
+def test_refund_is_bounded_by_the_window():
     limiter = RateLimiter(OPTIONS, ManualClock())
     limiter.take(8)
     limiter.refund(5)
@@ -41,10 +41,10 @@ def test_what_the_source_did_not_have_is_given_back() -> None:
     assert limiter.take(100) == 10  # never more than is allowed
 
 
-def test_producers_and_runs_share_a_window() -> None:
+def test_producers_and_runs_share_a_window():
     clock, state = ManualClock(), MemoryRateState()
 
-    def limiter() -> RateLimiter:
+    def limiter():
         return RateLimiter(OPTIONS, clock, state)
 
     assert limiter().take(6) == 6
@@ -52,7 +52,7 @@ def test_producers_and_runs_share_a_window() -> None:
     assert limiter().take(6) == 0
 
 
-def test_an_update_waits_for_the_end_of_the_window_unless_reset() -> None:
+def test_update_waits_for_the_end_of_the_window_unless_reset():
     clock = ManualClock()
     limiter = RateLimiter(OPTIONS, clock)
     limiter.take(10)
@@ -66,14 +66,14 @@ def test_an_update_waits_for_the_end_of_the_window_unless_reset() -> None:
     assert limiter.get_rate_limiting() == {"allowed_messages": 3, "interval": 5.0}
 
 
-def test_changed_options_of_the_pipeline_start_a_new_window() -> None:
+def test_changed_options_start_a_new_window():
     clock, state = ManualClock(), MemoryRateState()
     RateLimiter(OPTIONS, clock, state).take(10)
     other = RateLimiter(RateLimiting(allowed_messages=2, interval=60.0), clock, state)
     assert other.take(100) == 2
 
 
-def test_without_a_limit_everything_is_granted() -> None:
+def test_unlimited_rate_grants_everything():
     limiter = RateLimiter(None)
     assert limiter.take(1_000_000) == 1_000_000
     with pytest.raises(PipelineError, match="not enabled"):

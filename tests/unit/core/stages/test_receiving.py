@@ -15,14 +15,19 @@ from airflow_broadway.core.stages.receiving import Budget, Receiving, check_mess
 from airflow_broadway.testing import ManualClock
 
 
-def test_every_item_that_is_no_message_is_found_not_the_first_alone() -> None:
+def test_non_message_is_refused():
     items: Any = [Message(b"1"), Message(b"2"), b"raw"]
     with pytest.raises(PipelineError, match=r"message.*, got: b'raw'"):
         check_messages(items)
 
 
+def receiving(source: Any, clock: ManualClock, **options: Any) -> Receiving:
+    options = {"limiter": RateLimiter(None, clock), "demand": 8, **options}
+    return Receiving(source, Budget(), clock=clock, **options)
+
+
 class _Broken:
-    """A source whose broker has gone."""
+    """A source whose broker is down."""
 
     def receive(self, demand: int, timeout: float) -> list[Message]:
         raise ProducerUnavailable("the broker has gone")
@@ -34,10 +39,10 @@ class _Broken:
         return []
 
 
-def test_what_could_not_be_received_is_given_back_to_the_rate_limit() -> None:
+def test_failed_receive_refunds_the_rate_limit():
     limiter = RateLimiter(RateLimiting(allowed_messages=10, interval=60.0), ManualClock())
     source: Any = _Broken()
-    intake = Receiving(source, Budget(), clock=ManualClock(), limiter=limiter, demand=8)
+    intake = receiving(source, ManualClock(), limiter=limiter)
 
     with pytest.raises(ProducerUnavailable):
         next(iter(intake))
@@ -46,8 +51,8 @@ def test_what_could_not_be_received_is_given_back_to_the_rate_limit() -> None:
     assert limiter.take(100) == 10
 
 
-class _Told(_Broken):
-    """A source of which the run is reason to stop while it waits."""
+class _Stopping(_Broken):
+    """A source during whose wait the run is stopped."""
 
     reason = ""
 
@@ -56,36 +61,29 @@ class _Told(_Broken):
         return []
 
 
-def test_what_is_told_to_stop_while_nothing_comes_has_not_found_the_queue_empty() -> None:
-    source: Any = _Told()
+def test_stop_while_waiting_is_not_an_empty_queue():
+    source: Any = _Stopping()
     clock = ManualClock()
-    intake = Receiving(
-        source,
-        Budget(),
-        clock=clock,
-        limiter=RateLimiter(None, clock),
-        demand=8,
-        stop_reason=lambda: source.reason,
-    )
+    intake = receiving(source, clock, stop=lambda: source.reason)
 
     assert list(intake) == []
     assert intake.ended == "signal"
 
 
-class _Asked(_Broken):
-    """A source without end, which notes what it is asked for."""
+class _Endless(_Broken):
+    """A source without end that records the demand."""
 
     def __init__(self, size: int = 1) -> None:
-        self.asked: list[int] = []
+        self.demands: list[int] = []
         self.size = size
 
     def receive(self, demand: int, timeout: float) -> list[Message]:
-        self.asked.append(demand)
+        self.demands.append(demand)
         return [Message(b"x", size=self.size)] * demand
 
 
 @pytest.mark.parametrize(
-    ("processors", "seconds", "asked"),
+    ("processors", "seconds", "demands"),
     [
         (10, 0.0, [10, 40, 160, 640, 1000, 1000]),  # four times as much as before, up to 1,000
         (10, 0.1, [10, 10, 10, 10, 10, 10]),  # no less than the processors take
@@ -93,25 +91,23 @@ class _Asked(_Broken):
         (1500, 0.0, [1500, 1500, 1500, 1500, 1500, 1500]),  # more, if the processors can take it
     ],
 )
-def test_a_source_is_asked_for_half_a_seconds_work_and_at_most_1000_messages(
-    processors: int, seconds: float, asked: list[int]
-) -> None:
-    source: Any = _Asked()
+def test_demand_is_half_a_second_of_work_up_to_1000_messages(processors, seconds, demands):
+    source: Any = _Endless()
     clock = ManualClock()
-    intake = Receiving(source, Budget(), clock=clock, limiter=RateLimiter(None), demand=processors)
+    intake = receiving(source, clock, demand=processors)
 
     for dispatch in intake:
         # What is handed out at a time is what the processors can take
         assert 0 < len(dispatch) <= processors
-        if len(source.asked) > len(asked):
+        if len(source.demands) > len(demands):
             break
         clock.advance(len(dispatch) * seconds)
 
-    assert source.asked[: len(asked)] == asked
+    assert source.demands[: len(demands)] == demands
 
 
 @pytest.mark.parametrize(
-    ("size", "seconds", "asked"),
+    ("size", "seconds", "demands"),
     [
         (0, 0.0, [500, 2000, 4000, 4000]),
         (1024, 0.0, [500, 2000, 4000, 4000]),
@@ -120,21 +116,18 @@ def test_a_source_is_asked_for_half_a_seconds_work_and_at_most_1000_messages(
         (1, 0.0002, [500, 2000, 2500, 2500]),  # half a second's work all the same
     ],
 )
-def test_a_producer_may_want_more_at_once_of_small_messages(
-    size: int, seconds: float, asked: list[int]
-) -> None:
-    source: Any = _Asked(size)
+def test_producer_may_request_more_small_messages(size, seconds, demands):
+    source: Any = _Endless(size)
     clock = ManualClock()
-    limiter = RateLimiter(None)
-    intake = Receiving(source, Budget(), clock=clock, limiter=limiter, demand=500, most=4000)
+    intake = receiving(source, clock, demand=500, most=4000)
 
     for dispatch in intake:
         assert len(dispatch) <= 500
-        if len(source.asked) > len(asked):
+        if len(source.demands) > len(demands):
             break
         clock.advance(len(dispatch) * seconds)
 
-    assert source.asked[: len(asked)] == asked
+    assert source.demands[: len(demands)] == demands
 
 
 class _Securing(_Broken):
@@ -146,30 +139,26 @@ class _Securing(_Broken):
 
     def receive(self, demand: int, timeout: float) -> list[Message]:
         self.calls.append("receive")
-        given, self.left = self.left, []
-        return given
+        received, self.left = self.left, []
+        return received
 
     def secure(self, messages: list[Message]) -> list[Message]:
         self.calls.append(f"secure {len(messages)}")
         return messages[1:]
 
 
-def test_only_what_is_secured_goes_on_and_only_then() -> None:
+def test_only_secured_messages_are_dispatched():
     source: Any = _Securing()
     clock = ManualClock()
 
-    def accept(messages: Any) -> Any:
+    def accept(messages):
         source.calls.append(f"accept {len(messages)}")
         return messages
 
-    limiter = RateLimiter(None, clock)
-    intake = Receiving(source, Budget(), clock=clock, limiter=limiter, demand=8, accept=accept)
+    intake = receiving(source, clock, accept=accept)
     assert [message.data for dispatch in intake for message in dispatch] == [b"1", b"2"]
     assert source.calls[:3] == ["receive", "secure 3", "accept 2"]
-    assert source.calls[3:5] == [
-        "receive",
-        "secure 0",
-    ]  # nothing is reason too: the source drains by it
+    assert source.calls[3:5] == ["receive", "secure 0"]  # an empty call drains the source
     assert intake.received == 2
 
 
@@ -207,19 +196,10 @@ def _enqueued(message: Message) -> datetime | None:
         ([], {}),
     ],
 )
-def test_a_run_knows_how_long_messages_had_waited(
-    receipts: list[list[Any]], waited: dict[str, float]
-) -> None:
+def test_waiting_time_of_messages_is_measured(receipts, waited):
     source: Any = _Late(*receipts)
     clock = ManualClock()
-    intake = Receiving(
-        source,
-        Budget(),
-        clock=clock,
-        limiter=RateLimiter(None, clock),
-        demand=8,
-        enqueued_at=_enqueued,
-    )
+    intake = receiving(source, clock, enqueued_at=_enqueued)
 
     list(intake)
 

@@ -25,15 +25,15 @@ class Plain(Pipeline):
 
 
 def pipeline_of(batcher: Batcher) -> Pipeline:
-    made: Pipeline = type("Batching", (Plain,), {"batchers": {"default": batcher}})()
-    return made
+    pipeline: Pipeline = type("Batching", (Plain,), {"batchers": {"default": batcher}})()
+    return pipeline
 
 
-def message(position: int, data: Any = b"data", **given: Any) -> Message:
-    return Message(data, position=position, **{"message_id": f"m-{position}", **given})
+def message(position: int, data: Any = b"data", **fields: Any) -> Message:
+    return Message(data, position=position, **{"message_id": f"m-{position}", **fields})
 
 
-def test_data_is_converted_by_the_batchers_schema() -> None:
+def test_data_is_converted_by_the_batcher_schema():
     rows = RowConverter(pipeline_of(Batcher(schema="n double, s string")))
     row = rows(message(1, {"n": 1, "extra": 2})).data
     assert (row.data, row.key, row.partition) == ((1.0, None), '"default"', None)
@@ -41,7 +41,7 @@ def test_data_is_converted_by_the_batchers_schema() -> None:
     assert rows(message(2, {"n": 1})).data.dropped is None
 
 
-def test_data_that_fits_no_schema_fails_naming_column_and_value() -> None:
+def test_misfit_names_column_and_value():
     rows = RowConverter(pipeline_of(Batcher(schema="n int")))
     with pytest.raises(ConversionError, match=r"n: .*'x'"):
         rows(message(1, {"n": "x"}))
@@ -50,12 +50,12 @@ def test_data_that_fits_no_schema_fails_naming_column_and_value() -> None:
 @pytest.mark.parametrize(
     ("data", "staged"), [(b"\xff", b"\xff"), (bytearray(b"a"), b"a"), ("é", '"é"'), (None, None)]
 )
-def test_without_a_schema_bytes_stay_bytes_and_all_else_is_json(data: Any, staged: Any) -> None:
+def test_unschematized_bytes_stay_bytes_and_the_rest_is_json(data, staged):
     assert RowConverter(pipeline_of(Batcher()))(message(1, data)).data.data == staged
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {"data": {1, 2}},
         {"data": float("nan")},
@@ -66,18 +66,18 @@ def test_without_a_schema_bytes_stay_bytes_and_all_else_is_json(data: Any, stage
         {"message_id": "\ud800"},
     ],
 )
-def test_what_no_file_can_carry_fails_its_message(given: dict[str, Any]) -> None:
+def test_unserializable_message_fails(fields):
     with pytest.raises(ConversionError):
-        RowConverter(pipeline_of(Batcher()))(message(1, **given))
+        RowConverter(pipeline_of(Batcher()))(message(1, **fields))
 
 
-def test_a_key_may_be_any_json() -> None:
+def test_key_may_be_any_json():
     rows = RowConverter(pipeline_of(Batcher()))
     keys = [rows(message(1, batch_key=key)).data.key for key in ("a", 1, None, ("a", 1), 'q"')]
     assert keys == ['"a"', "1", "null", '["a",1]', '"q\\""']
 
 
-def test_the_partition_is_that_of_the_message_as_returned() -> None:
+def test_partition_is_that_of_the_returned_message():
     options = Batcher(partition_by=lambda message: message.data["n"], concurrency=3)
     rows = RowConverter(pipeline_of(options))
     assert rows(message(1, {"n": 7})).data.partition == 1
@@ -87,12 +87,12 @@ def test_the_partition_is_that_of_the_message_as_returned() -> None:
         rows(message(1, {}))
 
 
-def test_a_pipeline_without_batchers_keeps_its_messages() -> None:
-    given = message(1, object())
-    assert RowConverter(Plain())(given) is given
+def test_unbatched_pipeline_keeps_its_messages():
+    unchanged = message(1, object())
+    assert RowConverter(Plain())(unchanged) is unchanged
 
 
-def test_a_message_that_cannot_be_converted_fails_alone_and_by_the_usual_way() -> None:
+def test_unconvertible_message_fails_alone():
     # Given a processor that converts as its last step
     pipeline = pipeline_of(Batcher(schema="n int"))
     acked: list[tuple[list[Any], list[Any]]] = []
@@ -104,7 +104,7 @@ def test_a_message_that_cannot_be_converted_fails_alone_and_by_the_usual_way() -
     result = stage.handle([message(1, {"n": 1}), message(2, {"n": "x"}), message(3, {"n": 3})])
 
     # Then it is failed with its data as it was, and settled as failed
-    assert [each.position for each in result.successful] == [1, 3]
+    assert [m.position for m in result.successful] == [1, 3]
     [failed] = result.failed
     assert failed.data == {"n": "x"}
     assert "n: expected" in failed.status.text

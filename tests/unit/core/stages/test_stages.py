@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway import Batcher, Broadway, Message, Processors
+from airflow_broadway import Batcher, Message, Processors
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Tally
@@ -42,7 +42,7 @@ class Batched(Plain):
         return messages
 
 
-def test_a_failure_without_a_reason_has_no_text() -> None:
+def test_failure_without_a_reason_has_no_text():
     assert Message(1).failed(None).status.text == ""
     assert OK.text == ""  # what handle_failed set back is settled as failed all the same
 
@@ -52,15 +52,15 @@ class TaskTimeout(BaseException):
 
 
 @pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, ValueError])
-def test_an_error_whose_text_raises_is_a_failure_all_the_same(kind: type[BaseException]) -> None:
+def test_error_whose_text_raises_is_still_a_failure(kind):
     class Textless(Exception):
-        def __str__(self) -> str:
+        def __str__(self):
             raise kind
 
     assert Message(1).failed(Textless()).status.text == "Textless: (its text cannot be had)"
 
 
-def test_a_reason_has_no_password_of_an_address() -> None:
+def test_password_of_an_address_is_masked_in_reasons():
     error = OSError("cannot reach amqp://guest:hunter2@mq:5672/shop")
     for reason in (error, str(error)):
         text = Message(1).failed(reason).status.text
@@ -68,11 +68,11 @@ def test_a_reason_has_no_password_of_an_address() -> None:
         assert text.endswith("cannot reach amqp://***@mq:5672/shop")
 
 
-def test_a_message_made_anew_without_an_id_stands_for_none_that_has_one() -> None:
-    given, anew = PipelineDriver(Batched).message(1), Message(b"anew")
+def test_recreated_message_without_id_replaces_none_with_id():
+    delivered, anew = PipelineDriver(Batched).message(1), Message(b"anew")
     with Scope("process") as scope:
-        assert Returned.of([given], [anew], scope).own == []
-        assert Returned.of([given], [given, anew], scope).own == [given]
+        assert Returned.of([delivered], [anew], scope).own == []
+        assert Returned.of([delivered], [delivered, anew], scope).own == [delivered]
         # In the test kit messages may have no id at all
         assert Returned.of([anew], [anew.put_data(1)], scope).own == [anew.put_data(1)]
 
@@ -81,16 +81,13 @@ def test_a_message_made_anew_without_an_id_stands_for_none_that_has_one() -> Non
 @pytest.mark.parametrize(
     "callback", ["prepare_messages", "handle_message", "handle_batch", "handle_failed"]
 )
-def test_what_ends_the_task_is_never_swallowed(callback: str, kind: type[BaseException]) -> None:
-    def broken(self: Broadway, *_: object) -> Any:
+def test_interrupt_is_never_swallowed(callback, kind):
+    def broken(self, *_):
         raise kind
-
-    def failing(self: Broadway, processor: str, message: Message, context: Any) -> Message:
-        return message.failed("so that handle_failed is called")
 
     callbacks: dict[str, Any] = {callback: broken}
     if callback == "handle_failed":
-        callbacks["handle_message"] = failing
+        callbacks["handle_message"] = lambda self, processor, message, context: message.failed("x")
     driver = PipelineDriver(type("P", (Batched,), callbacks))
     with pytest.raises(kind):
         test_message(driver, 1)
@@ -103,10 +100,8 @@ RustPanic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtim
 
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit, RustPanic])
 @pytest.mark.parametrize("callback", ["prepare_messages", "handle_message", "handle_batch"])
-def test_a_cancelled_or_closed_coroutine_or_a_panic_fails_its_message_alone(
-    callback: str, kind: type[BaseException]
-) -> None:
-    def broken(self: Broadway, *_: object) -> Any:
+def test_cancellation_or_panic_fails_its_message_alone(callback, kind):
+    def broken(self, *_):
         raise kind
 
     driver = PipelineDriver(type("P", (Batched,), {callback: broken}))
@@ -116,9 +111,9 @@ def test_a_cancelled_or_closed_coroutine_or_a_panic_fails_its_message_alone(
     assert [message.status.text for message in call.failed] == [f"{kind.__name__}: "]
 
 
-def test_updates_made_before_an_exception_are_forgotten() -> None:
+def test_updates_before_an_exception_are_discarded():
     class Pipeline(Plain):
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             message.put_data("changed").configure_ack(on_failure="ack")
             raise ValueError("boom")
 
@@ -129,9 +124,9 @@ def test_updates_made_before_an_exception_are_forgotten() -> None:
     assert "raise ValueError" in message.status.stacktrace
 
 
-def test_a_message_settled_at_once_is_not_settled_again_when_the_callback_raises() -> None:
+def test_immediately_settled_message_is_settled_once():
     class Pipeline(Batched):
-        def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        def handle_batch(self, batcher, messages, batch_info, context):
             messages[0].ack_immediately()
             raise ValueError("boom")
 
@@ -140,15 +135,15 @@ def test_a_message_settled_at_once_is_not_settled_again_when_the_callback_raises
             for call in tested.calls] == [([1], []), ([], [2])]  # fmt: skip
 
 
-def test_an_acknowledger_that_raises_in_ack_immediately_fails_the_message() -> None:
+def test_failing_ack_immediately_fails_the_message():
     class Raising(RecordingAcknowledger):
-        def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
+        def ack(self, ack_ref, successful, failed):
             super().ack(ack_ref, successful, failed)
             if successful:
                 raise RuntimeError("broker is gone")
 
     class Pipeline(Plain):
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             return message.ack_immediately()
 
     acknowledger = Raising()
@@ -156,39 +151,32 @@ def test_an_acknowledger_that_raises_in_ack_immediately_fails_the_message() -> N
     assert [(len(c.successful), len(c.failed)) for c in acknowledger.calls] == [(1, 0), (0, 1)]
 
 
-def test_groups_are_settled_although_another_groups_acknowledger_raises(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_failing_acknowledger_does_not_block_other_groups(caplog):
     class Raising:
-        def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
+        def ack(self, ack_ref, successful, failed):
             raise RuntimeError("broker is gone")
 
     driver = PipelineDriver(Plain)
-    driver.push(
-        [
-            driver.message(1, acknowledger=AckRef(Raising(), "a")),
-            driver.message(2),
-            driver.message(3, acknowledger=AckRef(Raising(), "b")),
-            driver.message(4),
-        ]
-    )
+    refs = [AckRef(Raising(), "a"), None, AckRef(Raising(), "b"), None]
+    options = [{} if ref is None else {"acknowledger": ref} for ref in refs]
+    driver.push([driver.message(n, **option) for n, option in enumerate(options, 1)])
     assert [[m.data for m in call.successful] for call in driver.acknowledger.calls] == [[2, 4]]
     codes = [getattr(record, "code", None) for record in caplog.records]
     assert codes == ["acknowledger_error", "acknowledger_error"]
 
 
-def test_a_failed_message_with_an_unknown_batcher_keeps_its_reason() -> None:
+def test_failed_message_with_unknown_batcher_keeps_its_reason():
     class Pipeline(Batched):
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             return message.put_batcher("nowhere").failed("mine")
 
     [message] = test_message(Pipeline, 1).failed
     assert message.status == ("failed", "mine", "")
 
 
-def test_an_unhashable_batch_key_fails_its_message_only() -> None:
+def test_unhashable_batch_key_fails_its_message_only():
     class Pipeline(Batched):
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             return message.put_batch_key([]) if message.data == 1 else message
 
     tested = test_batch(Pipeline, [1, 2])
@@ -196,22 +184,22 @@ def test_an_unhashable_batch_key_fails_its_message_only() -> None:
     assert [m.data for m in tested.successful] == [2]
 
 
-def test_setup_is_called_once_and_gives_the_context() -> None:
+def test_setup_runs_once_and_gives_the_context():
     calls: list[str] = []
 
     class Pipeline(Batched):
-        def setup(self, run: Any) -> Any:
+        def setup(self, run):
             calls.append(run.dag_id)
             return {"table": "t"}
 
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             return message.put_data(context["table"])
 
     assert [m.data for m in test_batch(Pipeline, range(30)).successful] == ["t"] * 30
     assert calls == ["local"]
 
 
-def test_a_batch_info_tells_ids_and_what_was_redelivered() -> None:
+def test_batch_info_has_id_and_redelivered_count():
     driver = PipelineDriver(Batched)
     driver.push([driver.message(1, message_id="a"), driver.message(2, redelivered=True)])
     driver.drain()
@@ -222,7 +210,7 @@ def test_a_batch_info_tells_ids_and_what_was_redelivered() -> None:
 
 
 @pytest.mark.parametrize("options", [{"max_demand": 0}, {"max_demand": 5, "min_demand": 5}])
-def test_options_by_which_nothing_would_be_processed_are_refused(options: dict[str, Any]) -> None:
+def test_ineffective_demand_options_are_refused(options):
     with pytest.raises(OptionsError, match=r"m.._demand"):
         Processors(**options)
     assert Processors(max_demand=1, min_demand=0).max_demand == 1
@@ -231,7 +219,7 @@ def test_options_by_which_nothing_would_be_processed_are_refused(options: dict[s
 # -- the run's acknowledger ------------------------------------------------------------------------
 
 
-def test_an_unknown_ack_option_names_the_valid_ones() -> None:
+def test_unknown_ack_option_names_the_valid_ones():
     acknowledger = RunAcknowledger(DummyProducer(), Tally())
     message = Message(1, acknowledger=AckRef(acknowledger, "r", Delivery(receipt="x")))
     assert message.configure_ack(on_failure="ack").acknowledger.data.receipt == "x"
@@ -241,7 +229,7 @@ def test_an_unknown_ack_option_names_the_valid_ones() -> None:
         message.configure_ack(on_failure="explode")
 
 
-def test_attempts_are_used_up_by_recorded_failures() -> None:
+def test_recorded_failures_use_up_attempts():
     producer = DummyProducer()
     verdicts = [
         producer.verdict(Message(1, attempt=n).failed("x"), failed=True, stage="batch").action
@@ -253,23 +241,23 @@ def test_attempts_are_used_up_by_recorded_failures() -> None:
 # -- telemetry -------------------------------------------------------------------------------------
 
 
-def test_handlers_get_messages_as_the_callbacks_know_them() -> None:
+def test_handlers_get_messages_as_the_callbacks_know_them():
     stage = ProcessorStage(
         Batched(), convert=lambda pipeline: lambda message: message.put_data("staged")
     )
-    told: list[Any] = []
+    stops: list[Any] = []
     name = telemetry.attach(
-        lambda event, measurements, metadata: told.append(metadata), events=["processor.stop"]
+        lambda event, measurements, metadata: stops.append(metadata), events=["processor.stop"]
     )
     result = stage.handle([Message("raw")])
     assert telemetry.detach(name)
     assert [message.data for message in result.successful] == ["staged"]
-    assert [message.data for message in told[0]["successful_messages_to_forward"]] == ["raw"]
+    assert [message.data for message in stops[0]["successful_messages_to_forward"]] == ["raw"]
 
 
-def test_a_handler_gets_the_traceback_where_failures_keep_none() -> None:
+def test_handler_gets_the_traceback_though_failures_drop_it():
     class Raising(Batched):
-        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        def handle_message(self, processor, message, context):
             raise ValueError("why")
 
     seen: list[Any] = []
@@ -283,12 +271,10 @@ def test_a_handler_gets_the_traceback_where_failures_keep_none() -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit])
-def test_a_handler_that_raises_is_detached_and_hurts_nobody(
-    caplog: pytest.LogCaptureFixture, kind: type[BaseException]
-) -> None:
+def test_raising_handler_is_detached(caplog, kind):
     calls: list[str] = []
 
-    def broken(event: str, measurements: Any, metadata: Any) -> None:
+    def broken(event, measurements, metadata):
         calls.append(event)
         raise kind("handler")
 
@@ -300,7 +286,7 @@ def test_a_handler_that_raises_is_detached_and_hurts_nobody(
     assert "'broken' raised on 'topology.init' and has been detached" in caplog.text
 
 
-def test_attach_refuses_unknown_events_and_used_ids() -> None:
+def test_attach_refuses_unknown_events_and_used_ids():
     with pytest.raises(ValueError, match=r"unknown telemetry events \['processor.begin'\]"):
         telemetry.attach(lambda *_: None, events=["processor.begin"])
     name = telemetry.attach(lambda *_: None)
@@ -309,7 +295,7 @@ def test_attach_refuses_unknown_events_and_used_ids() -> None:
     assert telemetry.detach(name)
 
 
-def test_the_log_bridge_writes_counts_and_no_data(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_bridge_writes_counts_and_no_data(caplog):
     name = telemetry.attach(telemetry.log_handler(), events=["batch_processor.stop"])
     with caplog.at_level(logging.INFO, "airflow_broadway.telemetry"):
         test_batch(Batched, ["secret", "secret"])
@@ -322,7 +308,7 @@ def test_the_log_bridge_writes_counts_and_no_data(caplog: pytest.LogCaptureFixtu
 # -- values ----------------------------------------------------------------------------------------
 
 
-def test_messages_and_errors_survive_pickling() -> None:
+def test_messages_and_errors_survive_pickling():
     message = Message(b"x", message_id="m", metadata={"a": 1}, acknowledger=NO_ACK).failed("why")
     again = pickle.loads(pickle.dumps(message))
     assert again.with_acknowledger(NO_ACK) == message

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
@@ -17,8 +17,8 @@ def drained(pool: WorkerPool[int, int]) -> list[tuple[int, int]]:
     return results
 
 
-def test_results_come_in_order_whatever_finishes_first() -> None:
-    def work(piece: int) -> int:
+def test_results_are_in_order_of_input():
+    def work(piece):
         time.sleep(0.03 if piece == 0 else 0)
         return piece * 10
 
@@ -29,12 +29,12 @@ def test_results_come_in_order_whatever_finishes_first() -> None:
     pool.close()
 
 
-def test_the_first_pieces_go_to_one_worker_each() -> None:
+def test_first_pieces_go_to_one_worker_each():
     gate = threading.Event()
     seen: list[int] = []
 
-    def worker(index: int) -> Callable[[int], int]:
-        def work(piece: int) -> int:
+    def worker(index):
+        def work(piece):
             seen.append(index)
             gate.wait(5.0)
             return piece
@@ -51,12 +51,12 @@ def test_the_first_pieces_go_to_one_worker_each() -> None:
     pool.close()
 
 
-def test_pieces_of_a_lane_or_a_key_are_worked_on_in_order() -> None:
+def test_pieces_of_a_lane_or_key_are_handled_in_order():
     running: set[int] = set()
     order: list[tuple[int, int]] = []
     lock = threading.Lock()
 
-    def work(piece: int) -> int:
+    def work(piece):
         lane = piece % 3
         with lock:
             assert lane not in running
@@ -77,14 +77,11 @@ def test_pieces_of_a_lane_or_a_key_are_worked_on_in_order() -> None:
         drained(pool)
         pool.close()
         for lane in range(3):
-            assert [piece for each, piece in order if each == lane] == list(range(lane, 30, 3))
+            assert [piece for other, piece in order if other == lane] == [*range(lane, 30, 3)]
 
 
-def test_what_a_worker_could_not_handle_is_raised_where_results_are_taken() -> None:
-    def work(piece: int) -> int:
-        raise KeyboardInterrupt
-
-    pool = WorkerPool([work] * 2)
+def test_interrupt_of_a_worker_is_raised_by_take():
+    pool = WorkerPool([mock.Mock(side_effect=KeyboardInterrupt)] * 2)
     pool.put(1)
     pool.wait(5.0)
     with pytest.raises(KeyboardInterrupt):
@@ -92,7 +89,7 @@ def test_what_a_worker_could_not_handle_is_raised_where_results_are_taken() -> N
     pool.close()
 
 
-def test_unread_results_hold_the_feeder_back() -> None:
+def test_unread_results_hold_the_feeder_back():
     pool = WorkerPool([lambda piece: piece] * 2, unread=2)
     put = 0
     while pool.put(put, timeout=1.0):

@@ -19,6 +19,7 @@ from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.settling.journal import Progress, record_settled
 from airflow_broadway.staging.store import Store
+from tests.unit.planned import planned_batch
 
 BATCHER = "default"
 _BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -27,7 +28,7 @@ _BEGUN = datetime(2026, 1, 1, tzinfo=UTC)
 def big_run(
     root: Path, *, batches: int = 10_000, size: int = 1000, settled: bool = True
 ) -> StagedRun:
-    """A run of so many batches, each of so many messages; every hundredth batch has a failure.
+    """A run with this number of batches and messages per batch; every hundredth has a failure.
 
     :param settled: Whether it is settled and has its report; else it has all its outcomes.
     """
@@ -51,8 +52,8 @@ def settle(run: StagedRun) -> None:
     recorded = Recorded(run)
     [plan] = recorded.standing(BATCHER)
     failed = -(-plan.batches // 100)
-    done = SettleReport(acked=plan.messages - failed, dead_lettered=failed)
-    record_settled(run, record, done, progress=Progress(received=plan.messages))
+    settled = SettleReport(acked=plan.messages - failed, dead_lettered=failed)
+    record_settled(run, record, settled, progress=Progress(received=plan.messages))
     reasons = [{"count": 100, "stage": "batch", "reason": "five"}]
     keep_report(
         run,
@@ -89,7 +90,7 @@ def _manifest(run: StagedRun, record: GenerationRecord, messages: int) -> Manife
 def _plan_and_outcomes(run: StagedRun, generation: str, batches: int, size: int) -> None:
     path = f"batches/{BATCHER}/{'a' * 16}/000001-b"
     planned = [_planned(number, size, generation) for number in range(batches)]
-    lines = [each.dumps() for each in planned]
+    lines = [batch.dumps() for batch in planned]
     summing = Summing()
     for _ in summing.through(lines):
         pass
@@ -109,7 +110,7 @@ def _plan_and_outcomes(run: StagedRun, generation: str, batches: int, size: int)
         lines=summing.to_json(),
     )
     run.files.write_lines(f"{path}/plan.jsonl", [plan.dumps(), *lines])
-    # Written by hand: a durable file for each would take a minute.
+    # Not by the package: durable files would take a minute.
     folder = Path(run.files.full(paths.outcomes(path)))
     folder.mkdir(parents=True)
     texts = []
@@ -118,23 +119,13 @@ def _plan_and_outcomes(run: StagedRun, generation: str, batches: int, size: int)
         (folder / f"{batch.batch_id}.json").write_text(texts[-1])
     for number, at in enumerate(range(0, len(texts), GATHERED)):
         name = Path(run.files.full(paths.gathered(path, "000001-x", number)))
-        name.write_text("".join(f"{each}\n" for each in texts[at : at + GATHERED]))
+        name.write_text("".join(f"{text}\n" for text in texts[at : at + GATHERED]))
 
 
 def _planned(number: int, size: int, generation: str) -> PlannedBatch:
-    return PlannedBatch(
-        batch_id=f"{number:032x}",
-        rows=[[number, number]],
-        files=[0],
-        batch_key=f"key-{number % 7}",
-        keys=1,
-        partition=None,
-        size=size,
-        bytes=size * 100,
-        trigger="size",
-        redelivered=0,
-        sources={generation: size},
-    )
+    rows, sources = [[number, number]], {generation: size}
+    key = f"key-{number % 7}"
+    return planned_batch(f"{number:032x}", rows=rows, batch_key=key, size=size, sources=sources)
 
 
 def _outcome(number: int, batch: PlannedBatch, plan: str) -> Outcome:

@@ -28,7 +28,7 @@ from airflow_broadway.runs.reading.history import (
 )
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
-from tests.cli_runs import DAG_ID, Shop, make_shop
+from tests.cli_runs import DAG_ID, make_shop
 from tests.disk_calls import counted
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -36,18 +36,18 @@ NOTHING = Held(messages=0, receiving=0, late=(), run_ids=())
 
 
 @pytest.fixture
-def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
+def shop(tmp_path, monkeypatch):
     return make_shop(tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path):
     (tmp_path / "root").mkdir()
     return open_store(f"file://{tmp_path}/root")
 
 
-def keep(store: Store, run_id: str, **given: Any) -> RunKey:
-    """A run's report as a release wrote it that knew less."""
+def keep(store: Store, run_id: str, **fields: Any) -> RunKey:
+    """A run's report in the format of an older release."""
     generation = {"started_at": (NOON - timedelta(minutes=2)).isoformat(), "received": 60}
     report = {
         "totals": {"received": 60, "acked": 57, "dead_lettered": 3, "failed": 6, "lapsed": 0}
@@ -55,7 +55,7 @@ def keep(store: Store, run_id: str, **given: Any) -> RunKey:
         "generations": [generation],
         "balanced": True,
         "at": NOON.isoformat(),
-        **given,
+        **fields,
     }
     StagedRun(store, pipeline="p", dag_id="d", run_id=run_id).files.replace(
         "report.json", json.dumps(report)
@@ -63,7 +63,7 @@ def keep(store: Store, run_id: str, **given: Any) -> RunKey:
     return RunKey("p", "d", run_id)
 
 
-def past(**given: Any) -> PastRun:
+def past(**fields: Any) -> PastRun:
     return replace(
         PastRun(
             run_id="r",
@@ -81,60 +81,58 @@ def past(**given: Any) -> PastRun:
             trouble="",
             source="",
         ),
-        **given,
+        **fields,
     )
 
 
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_told_by_its_report(shop: Shop) -> None:
+def test_history_is_read_from_the_report(shop):
     shop.send([{"n": n, "shop": "a", "void": n == 3} for n in range(4)])
     run = shop.settled_run()
     key = RunKey("Orders", DAG_ID, run.run_id)
 
-    found = past_runs(run.store, [key])[key]
+    history = past_runs(run.store, [key])[key]
 
-    assert (found.received, found.acked, found.dead_lettered, found.failed) == (4, 3, 1, 1)
-    assert (found.balanced, found.trouble, found.source) == (True, "", "")
-    assert found.failure_share == 0.25
-    assert found.seconds is not None
-    assert found.per_minute == pytest.approx(4 * 60 / found.seconds)
-    assert found.waited is not None
-    assert 0 <= found.waited < 3600
+    assert (history.received, history.acked, history.dead_lettered, history.failed) == (4, 3, 1, 1)
+    assert (history.balanced, history.trouble, history.source) == (True, "", "")
+    assert history.failure_share == 0.25
+    assert history.seconds is not None
+    assert history.per_minute == pytest.approx(4 * 60 / history.seconds)
+    assert history.waited is not None
+    assert 0 <= history.waited < 3600
 
 
-def test_what_an_older_report_does_not_say_is_not_known(store: Store) -> None:
+def test_fields_missing_from_an_older_report_are_none(store):
     key = keep(store, "old")
 
-    found = past_runs(store, [key])[key]
+    history = past_runs(store, [key])[key]
 
-    assert (found.seconds, found.per_minute, found.failure_share) == (120.0, 30.0, 0.1)
-    assert found.waited is None
+    assert (history.seconds, history.per_minute, history.failure_share) == (120.0, 30.0, 0.1)
+    assert history.waited is None
 
 
-def test_a_run_that_received_nothing_has_no_rate_and_no_share(store: Store) -> None:
+def test_empty_run_has_no_rate_and_no_share(store):
     empty = dict.fromkeys(("received", "acked", "dead_lettered", "failed"), 0)
     totals = {**empty, "lapsed": 0, "settle_failed": 0}
     key = keep(store, "empty", totals=totals, generations=[])
 
-    found = past_runs(store, [key])[key]
+    history = past_runs(store, [key])[key]
 
-    assert (found.received, found.started, found.seconds) == (0, None, None)
-    assert (found.per_minute, found.failure_share, found.waited) == (None, None, None)
+    assert (history.received, history.started, history.seconds) == (0, None, None)
+    assert (history.per_minute, history.failure_share, history.waited) == (None, None, None)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"totals": {}}', "nonsense"])
-def test_a_report_that_cannot_be_read_is_no_run(store: Store, text: str) -> None:
+def test_unreadable_report_is_skipped(store, text):
     key = keep(store, "damaged")
     StagedRun(store, pipeline="p", dag_id="d", run_id="damaged").files.replace("report.json", text)
 
     assert past_runs(store, [key]) == {}
 
 
-def test_of_thousands_of_runs_only_those_asked_for_are_read(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_requested_runs_are_read_of_thousands(store, monkeypatch):
     keys = [keep(store, f"run-{n}") for n in range(3)]
     folder = Path(store.root) / "p" / "d"
     for n in range(2_000):
@@ -149,38 +147,38 @@ def test_of_thousands_of_runs_only_those_asked_for_are_read(
     assert (read, len(listed)) == ([], 1)
 
 
-# -- what is held ----------------------------------------------------------------------------------
+# -- leased messages -------------------------------------------------------------------------------
 
 
-def test_what_is_held_is_counted_until_it_is_settled(shop: Shop) -> None:
+def test_leased_messages_are_counted_until_settled(shop):
     shop.send([{"n": n, "shop": "a"} for n in range(5)])
     run, plan = shop.process()
     now = datetime.now(UTC)
 
-    held = held_messages(run.store, "Orders", DAG_ID, now)
-    assert (held.messages, held.receiving, held.late) == (5, 0, ())
-    assert held.run_ids == (run.run_id,)
+    backlog = held_messages(run.store, "Orders", DAG_ID, now)
+    assert (backlog.messages, backlog.receiving, backlog.late) == (5, 0, ())
+    assert backlog.run_ids == (run.run_id,)
 
     [record] = run.generations()
     lease = run.lease(record)
-    for left, said in ((10, "lapses in 10 s."), (-1, "has lapsed.")):
+    for left, text in ((10, "lapses in 10 s."), (-1, "has lapsed.")):
         late = held_messages(run.store, "Orders", DAG_ID, lease.deadline - timedelta(seconds=left))
-        assert late.late == (f"The lease on 5 messages of the run {run.run_id} {said}",)
+        assert late.late == (f"The lease on 5 messages of the run {run.run_id} {text}",)
 
     shop.handle(run, plan)
     shop.settle(run)
     assert held_messages(run.store, "Orders", DAG_ID, now) == NOTHING
 
 
-def test_an_execution_that_receives_counts_as_it_last_said(shop: Shop) -> None:
+def test_receiving_execution_counts_its_live_counts(shop):
     shop.queue.create()
     run = shop.run("at work")
     lease = shop.load().producer.source(_env()).lease
     run.open_generation(task_id="process", map_index=0, try_number=1, lease=lease)
 
-    held = held_messages(run.store, "Orders", DAG_ID, datetime.now(UTC) + timedelta(days=1))
+    backlog = held_messages(run.store, "Orders", DAG_ID, datetime.now(UTC) + timedelta(days=1))
 
-    assert (held.messages, held.receiving, held.late) == (0, 1, ())
+    assert (backlog.messages, backlog.receiving, backlog.late) == (0, 1, ())
 
     now = datetime.now(UTC)
     live = LiveCounts(at=now, received=12, received_bytes=12, failed=0, batchers={}, deadline=now)
@@ -194,11 +192,11 @@ def _env() -> Any:
     return ProducerEnv(generation="0" * 32)
 
 
-# -- what needs a look -----------------------------------------------------------------------------
+# -- warnings --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("runs", "held", "failed", "said"),
+    ("runs", "leased", "failed", "text"),
     [
         ([past()], NOTHING, None, []),
         ([], None, None, []),
@@ -233,16 +231,14 @@ def _env() -> Any:
         ([past(dead_lettered=MANY_DEAD - 1, failure_share=0.09)], None, None, []),
     ],
 )
-def test_a_pipeline_that_needs_a_look_says_why(
-    runs: list[PastRun], held: Held | None, failed: str | None, said: list[Any]
-) -> None:
-    assert [tuple(each) for each in signs_of(runs, held, failed)] == said
+def test_signs_give_the_reason(runs, leased, failed, text):
+    assert [tuple(sign) for sign in signs_of(runs, leased, failed)] == text
 
 
-def test_what_waits_for_long_or_is_dead_needs_a_look_and_what_nobody_knows_does_not() -> None:
+def test_long_backlog_and_many_dead_letters_are_signs():
     assert waiting_signs(None, None, "noon") == []
     assert waiting_signs(MANY_DEAD - 1, OLD_BACKLOG - 1, "noon") == []
-    assert [each.sentence for each in waiting_signs(MANY_DEAD, OLD_BACKLOG, "noon")] == [
+    assert [sign.sentence for sign in waiting_signs(MANY_DEAD, OLD_BACKLOG, "noon")] == [
         "100 dead letters lie at the broker (as of noon).",
         "The oldest message had waited for 1.0 h (as of noon).",
     ]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -37,16 +36,14 @@ BEFORE_PUBLISHING = Point("airflow_broadway.staging.run_folder:StagedRun.publish
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    made = Run(tmp_path)
-    made.send(range(COUNT))
-    return made
+def run(tmp_path):
+    return Run(tmp_path, numbers=range(COUNT))
 
 
 # -- runs that are no ordinary run -----------------------------------------------------------------
 
 
-def test_a_backfill_says_what_it_reads(run: Run) -> None:
+def test_backfill_shows_its_source(run):
     day = datetime(2026, 1, 1, tzinfo=UTC)
     source = RunSource(kind=ARCHIVE, interval=Interval(day, day + timedelta(days=1)))
     run.process()
@@ -61,7 +58,7 @@ def test_a_backfill_says_what_it_reads(run: Run) -> None:
     assert overview.source["interval"] == ["2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"]
 
 
-def test_a_run_in_one_task_has_a_sum_and_reasons_and_no_batches(run: Run) -> None:
+def test_unstaged_run_has_totals_and_reasons_but_no_batches(run):
     UnstagedTask(run.staged, run.pipeline, run.task(), run.ports, budget=Budget()).run()
 
     overview = overview_of(run.staged)
@@ -73,7 +70,7 @@ def test_a_run_in_one_task_has_a_sum_and_reasons_and_no_batches(run: Run) -> Non
     assert page_of_batches(run.staged).total == 0
 
 
-def test_an_empty_run_is_told_by_its_report_alone(tmp_path: Path) -> None:
+def test_empty_run_is_shown_from_its_report(tmp_path):
     run = Run(tmp_path)
     run.process()
     run.ack()
@@ -84,7 +81,7 @@ def test_an_empty_run_is_told_by_its_report_alone(tmp_path: Path) -> None:
     assert list(overview.receipts) == []
 
 
-def test_what_died_before_its_manifest_is_in_no_sum(run: Run) -> None:
+def test_execution_without_manifest_is_in_no_total(run):
     dies(run.process, BEFORE_PUBLISHING)
 
     overview = overview_of(run.staged)
@@ -98,7 +95,7 @@ def test_what_died_before_its_manifest_is_in_no_sum(run: Run) -> None:
     assert not overview.settled
 
 
-def test_a_task_that_was_cleared_makes_the_report_an_old_one(run: Run) -> None:
+def test_clearing_a_task_outdates_the_report(run):
     run.batch(run.process(max_messages=50))
     run.ack()
     before = overview_of(run.staged)
@@ -115,14 +112,14 @@ def test_a_task_that_was_cleared_makes_the_report_an_old_one(run: Run) -> None:
 # -- batches of which processes died ---------------------------------------------------------------
 
 
-def test_batches_that_were_split_show_their_parts_and_who_was_set_aside(run: Run) -> None:
+def test_split_batches_show_their_parts_and_crashes(run):
     run.batch(run.process())
     recorded = Recorded(run.staged)
     [plan] = recorded.standing("default")
     batch = recorded.batches(plan)[0]
     folder = run.folder / "staging" / run.staged.path / paths.outcomes(plan.path)
-    for each in (*folder.glob("gathered-*"), folder / f"{batch.batch_id}.json"):
-        each.unlink()
+    for path in (*folder.glob("gathered-*"), folder / f"{batch.batch_id}.json"):
+        path.unlink()
     halves = [_half(batch, number) for number in (0, 1)]
     files = run.staged.files
     record_split(files, plan.path, "default", batch, halves, "tests")
@@ -157,16 +154,14 @@ def _half(batch: PlannedBatch, number: int) -> PlannedBatch:
 # -- while it goes on ------------------------------------------------------------------------------
 
 
-def test_a_process_task_says_how_far_it_is_every_three_seconds_and_no_more_often(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_counts_are_written_every_three_seconds(run, monkeypatch):
     clock = ManualClock()
     folder = run.staged.files
     sign = LiveSign(folder, "g", clock)
     written: list[str] = []
     real = Folder.replace
 
-    def noted(folder: Folder, path: str, text: str) -> None:
+    def noted(folder, path, text):
         written.append(path)
         real(folder, path, text)
 
@@ -189,7 +184,7 @@ def test_a_process_task_says_how_far_it_is_every_three_seconds_and_no_more_often
     assert read_live(folder, "other") is None
 
 
-def test_the_process_task_leaves_its_sign(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_task_writes_live_counts(run, monkeypatch):
     # Given that it is always time to
     monkeypatch.setattr("airflow_broadway.core.formats.live.LIVE_INTERVAL", 0.0)
 
@@ -202,21 +197,21 @@ def test_the_process_task_leaves_its_sign(run: Run, monkeypatch: pytest.MonkeyPa
     assert receipt.lease.remaining > 600
 
 
-def test_a_sign_that_is_damaged_or_newer_tells_nothing(run: Run) -> None:
+def test_damaged_or_newer_live_counts_are_ignored(run):
     for text in ("{", "[]", '{"version": 2}', '{"version": 1}'):
         run.staged.files.replace("g/live.json", text)
 
         assert read_live(run.staged.files, "g") is None
 
 
-# -- what messages carry ---------------------------------------------------------------------------
+# -- metadata --------------------------------------------------------------------------------------
 
 
 def _place(message_id: str) -> int:
     return int(message_id.rpartition("-")[2])
 
 
-def test_a_text_is_found_in_what_was_staged(run: Run) -> None:
+def test_text_search_finds_staged_messages(run):
     run.process()
 
     [one] = ids_with_text(run.staged, "83").ids
@@ -227,7 +222,7 @@ def test_a_text_is_found_in_what_was_staged(run: Run) -> None:
     assert (len(many.ids), many.whole, many.looked_at) == (16, True, COUNT)
 
 
-def test_a_message_that_failed_early_shows_what_its_verdict_has_of_it() -> None:
+def test_early_failure_shows_payload_of_its_verdict():
     # Of a producer that republishes, and so keeps payloads beside the verdicts
     entry = Entry("id", "", Verdict(Action.DEAD_LETTER, 0.0, "why", "process"), payload=b"98")
 
@@ -237,9 +232,7 @@ def test_a_message_that_failed_early_shows_what_its_verdict_has_of_it() -> None:
     assert (payload.text, payload.received) == ("98", True)
 
 
-def test_a_search_ends_when_it_has_found_enough_or_taken_too_long(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_stops_at_its_hit_and_time_limits(run, monkeypatch):
     run.process(max_messages=50)
     run.process(1)
     clock = ManualClock()
@@ -266,14 +259,14 @@ def test_a_search_ends_when_it_has_found_enough_or_taken_too_long(
         (None, "json", "null"),
     ],
 )
-def test_a_payload_is_json_text_or_hex(value: object, form: str, text: str) -> None:
+def test_payload_is_json_text_or_hex(value, form, text):
     payload = payload_of(value)
 
     assert (payload.form, payload.text, payload.cut) == (form, text, False)
 
 
 @pytest.mark.parametrize("value", [b"x" * 10**6, b"\xff" * 10**6, b"[" * 10**6, {"a": "x" * 10**6}])
-def test_a_large_payload_is_cut(value: object) -> None:
+def test_large_payload_is_cut(value):
     payload = payload_of(value)
 
     assert payload.cut

@@ -1,11 +1,9 @@
-"""What the page of a run with ten thousand batches reads: it does not grow with the messages."""
+"""Reads for the page of a run with ten thousand batches do not grow with its messages."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,6 @@ from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.runs.reading.batches import PAGE, page_of_batches
 from airflow_broadway.runs.reading.overview import overview_of
 from airflow_broadway.staging.plan_choice import Recorded
-from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder
 from tests.unit.runs.reading.big_run import big_run
 
@@ -21,18 +18,18 @@ BATCHES = 10_000
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> StagedRun:
+def run(tmp_path_factory):
     return big_run(tmp_path_factory.mktemp("big"), batches=BATCHES, size=1000)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What is asked of the store, by what it is."""
+def requests(monkeypatch):
+    """The number of requests to the store, by kind."""
     counts: Counter[str] = Counter()
     for kind in ("read", "list", "lines", "exists", "source"):
         real = getattr(Folder, kind)
 
-        def counted(folder: Folder, path: str, real: Any = real, kind: str = kind) -> Any:
+        def counted(folder, path, real=real, kind=kind):
             counts[f"{kind} {_what(path)}"] += 1
             return real(folder, path)
 
@@ -47,9 +44,7 @@ def _what(path: str) -> str:
     return "copies" if name.startswith("gathered-") else name
 
 
-def test_the_page_of_ten_million_messages_reads_a_hundred_outcomes_and_few_files(
-    run: StagedRun, asked: Counter[str]
-) -> None:
+def test_page_of_ten_million_messages_reads_few_files(run, requests):
     recorded = Recorded(run)
 
     overview = overview_of(run, recorded=recorded)
@@ -62,30 +57,28 @@ def test_the_page_of_ten_million_messages_reads_a_hundred_outcomes_and_few_files
     assert (flow.successful, flow.failed) == (9_999_900, 100)
     assert (len(page.rows), page.total, page.pages) == (PAGE, BATCHES, 100)
     assert page.rows[0].result == "some failed"
-    assert asked["read outcome"] == PAGE
-    assert asked["read copies"] == 0
-    assert asked["lines plan.jsonl"] == 1
-    assert not [each for each in asked if "parquet" in each]
-    others = sum(asked.values()) - PAGE
-    assert others < 40, asked
+    assert requests["read outcome"] == PAGE
+    assert requests["read copies"] == 0
+    assert requests["lines plan.jsonl"] == 1
+    assert not [request for request in requests if "parquet" in request]
+    others = sum(requests.values()) - PAGE
+    assert others < 40, requests
 
 
-def test_sorting_by_what_became_of_batches_reads_copies_of_a_thousand_each(
-    run: StagedRun, asked: Counter[str]
-) -> None:
+def test_sorting_by_outcome_reads_gathered_copies(run, requests):
     page = page_of_batches(run, sort="seconds", descending=True)
 
     assert not page.too_many
     assert {row.outcome and row.outcome.seconds for row in page.rows} == {1.2}
-    assert asked["read copies"] == BATCHES // 1000
-    assert asked["read outcome"] == 0
+    assert requests["read copies"] == BATCHES // 1000
+    assert requests["read outcome"] == 0
 
 
-def test_what_would_take_too_many_files_is_not_sorted_and_says_so(tmp_path: Path) -> None:
+def test_sorting_that_needs_too_many_files_is_refused(tmp_path):
     # Given outcomes that have no copies
     run = big_run(tmp_path, batches=1200, size=1)
-    for each in tmp_path.rglob("gathered-*"):
-        each.unlink()
+    for path in tmp_path.rglob("gathered-*"):
+        path.unlink()
 
     by_outcome = page_of_batches(run, sort="seconds")
     by_plan = page_of_batches(run, sort="messages")
@@ -95,7 +88,7 @@ def test_what_would_take_too_many_files_is_not_sorted_and_says_so(tmp_path: Path
     assert (by_plan.too_many, by_plan.sort) == (False, "messages")
 
 
-def test_of_many_outcomes_without_a_report_nothing_is_guessed(tmp_path: Path) -> None:
+def test_counts_without_report_are_unknown(tmp_path):
     run = big_run(tmp_path, batches=1200, size=10, settled=False)
 
     overview = overview_of(run)
@@ -108,7 +101,7 @@ def test_of_many_outcomes_without_a_report_nothing_is_guessed(tmp_path: Path) ->
     assert overview.totals["still_leased"] == 12_000
 
 
-def test_a_report_that_is_older_than_an_execution_tells_nothing_of_it(tmp_path: Path) -> None:
+def test_report_older_than_an_execution_is_ignored_for_it(tmp_path):
     # Given a settled run whose process task was cleared, and received anew
     run = big_run(tmp_path, batches=1200, size=10)
     [before] = overview_of(run).flows

@@ -8,6 +8,7 @@ import os
 import socket
 import sqlite3
 import ssl
+from unittest import mock
 
 import pytest
 
@@ -25,12 +26,9 @@ _REPLACED = (
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_is_replaced_for_good(monkeypatch):
     for owner, names in _REPLACED:
         for name in names.split():
             monkeypatch.setattr(owner, name, getattr(owner, name))
 
-    def die(interceptor: Interceptor) -> None:
-        raise Died
-
-    monkeypatch.setattr(Interceptor, "_die", die)
+    monkeypatch.setattr(Interceptor, "_die", mock.Mock(side_effect=Died))
