@@ -1,11 +1,11 @@
-"""What ``airflow-broadway crash-test`` refuses, and how it reports; no case runs here."""
+"""What ``airflow-broadway crash-test`` refuses, and how it reports; no case is run here."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from collections import Counter
-from unittest import mock
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +19,8 @@ from airflow_broadway.testing.crashes.points import Strike
 from airflow_broadway.testing.crashes.report import report
 from airflow_broadway.testing.crashes.users import CrashTest
 from tests.cli_runs import ran
+
+Capsys = pytest.CaptureFixture[str]
 
 MODULE = """
 from airflow_broadway import Batcher, Broadway
@@ -45,7 +47,7 @@ CASE = Case.parse("one/process/1 return #1: killed before [next run, traffic]")
 
 
 @pytest.fixture(autouse=True)
-def module(tmp_path, monkeypatch):
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "struck_shop.py").write_text(MODULE)
     (tmp_path / "struck_broken.py").write_text("1 / 0")
     (tmp_path / "empty.txt").write_text("\n\n")
@@ -55,7 +57,7 @@ def module(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("arguments", "said"),
     [
         ("struck_shop", "a pipeline is named as module:Class"),
         ("struck_nowhere:Fine", "module 'struck_nowhere' cannot be imported"),
@@ -74,46 +76,72 @@ def module(tmp_path, monkeypatch):
         ("struck_shop:Fine --count 0", "at least 1"),
     ],
 )
-def test_untestable_pipeline_is_a_one_line_error(capsys, arguments, error):
-    assert error in ran(capsys, "crash-test", "--pipeline", *arguments.split()).error
+def test_what_cannot_be_put_to_the_test_is_told_in_one_line(
+    capsys: Capsys, arguments: str, said: str
+) -> None:
+    told = ran(capsys, "crash-test", "--pipeline", *arguments.split())
+
+    assert told.code == 2
+    assert said in told.err
+    assert told.err.count("\n") == 1
 
 
-def test_spark_batcher_needs_spark(capsys, monkeypatch):
+def test_a_spark_batcher_needs_spark(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(users, "find_spec", lambda name: None)
-    output = ran(capsys, "crash-test", "--pipeline", "struck_shop:OnSpark")
-    assert (output.code, "pyspark is not installed here" in output.err) == (2, True)
+    told = ran(capsys, "crash-test", "--pipeline", "struck_shop:OnSpark")
+    assert (told.code, "pyspark is not installed here" in told.err) == (2, True)
 
 
-def test_crash_test_is_refused_outside_linux(capsys, monkeypatch):
+def test_elsewhere_than_on_linux_it_is_refused(
+    capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
-    output = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
-    assert (output.code, "needs Linux" in output.err) == (2, True)
+    told = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
+    assert (told.code, "needs Linux" in told.err) == (2, True)
 
 
-def test_unbalanced_pipeline_is_reported_with_its_log(capsys, monkeypatch):
-    error = UnsoundPipeline("failed without any fault: lost: a")
-    error.tail = ["ValueError: no good"]
-    monkeypatch.setattr(CrashTest, "run", mock.Mock(side_effect=error))
-    output = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
+def test_a_pipeline_that_does_not_balance_is_told_with_the_end_of_its_log(
+    capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(test: CrashTest, **_: object) -> Sums:
+        error = UnsoundPipeline("failed without any fault: lost: a")
+        error.tail = ["ValueError: no good"]
+        raise error
 
-    assert output.code == 2
-    assert "  ValueError: no good\n" in output.err
-    assert output.err.endswith("failed without any fault: lost: a\n")
+    monkeypatch.setattr(CrashTest, "run", run)
+    told = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
+
+    assert told.code == 2
+    assert "  ValueError: no good\n" in told.err
+    assert told.err.endswith("failed without any fault: lost: a\n")
 
 
-def test_command_that_repeats_a_case_parses_to_that_case():
-    text = "crash-test --pipeline a:B --sink a:rows --count 3 --share 0.5 --jobs 2"
-    arguments = build_parser().parse_args(shlex.split(text))
-    [program, *words] = shlex.split(command._repeat_command(arguments, CASE))
+def test_what_runs_a_case_again_is_read_back_as_that_case() -> None:
+    given = build_parser().parse_args(
+        [
+            "crash-test",
+            "--pipeline",
+            "a:B",
+            "--sink",
+            "a:rows",
+            "--count",
+            "3",
+            "--share",
+            "0.5",
+            "--jobs",
+            "2",
+        ]
+    )
+    [program, *words] = shlex.split(command._repeat_command(given, CASE))
 
     again = build_parser().parse_args(words)
     assert program == "airflow-broadway"
     assert (again.pipeline, again.sink, again.count) == ("a:B", "a:rows", 3)
-    assert [Case.parse(text) for text in again.only] == [CASE]
+    assert [Case.parse(each) for each in again.only] == [CASE]
 
 
-def test_report_has_a_row_per_stage_and_call_and_few_cases_per_failure():
-    sums = Sums(points={CASE.strikes[0].point}, cases=9)
+def test_a_report_has_a_row_for_each_stage_and_call_and_a_few_cases_of_each_failure() -> None:
+    sums = Sums(points={CASE.strikes[0].point})
     sums.parts = {
         ("process", "return"): Counter(cases=5, points=1, failed=5, repeated=25),
         ("ack", "COMMIT"): Counter(cases=4, points=1),
@@ -124,10 +152,10 @@ def test_report_has_a_row_per_stage_and_call_and_few_cases_per_failure():
 
     lines = report(sums, lambda case: f"again {case}")
 
-    assert [" ".join(line.split()) for line in lines[1:4]] == [
-        "process return 1 5 5 0 0 25 0 0 0",
-        "ack COMMIT 1 4 0 0 0 0 0 0 0",
-        "all 2 9 5 0 0 25 0 0 0",
+    assert [line.split() for line in lines[1:4]] == [
+        ["process", "return", "1", "5", "5", "0", "0", "25", "0", "0", "0"],
+        ["ack", "COMMIT", "1", "4", "0", "0", "0", "0", "0", "0", "0"],
+        ["all", "2", "9", "5", "0", "0", "25", "0", "0", "0"],
     ]
     assert lines.count(f"      again {CASE}") == 3
     assert "    and 2 more" in lines
@@ -137,6 +165,7 @@ def test_report_has_a_row_per_stage_and_call_and_few_cases_per_failure():
     assert lines[-1] == "9 cases at 1 point: 5 failed."
 
 
-def test_strike_is_printed_as_it_is_parsed():
-    text = "one/ack/1 COMMIT #2: answer lost"
-    assert str(Strike.parse(text)) == text
+def test_a_strike_is_told_as_it_is_read() -> None:
+    assert (
+        str(Strike.parse("one/ack/1 COMMIT #2: answer lost")) == "one/ack/1 COMMIT #2: answer lost"
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from datetime import UTC, datetime
 from typing import Any
 from unittest import mock
@@ -263,8 +262,8 @@ def test_payload_is_for_editors_and_escaped(site, command):
     text = site.browser("USER").get(f"{PAGE}/m-1").text
 
     assert command.requests[-1]["id"] == "m-1"
-    access = {"pipeline": "Orders", "id": "m-1"}
-    assert entries() == [("broadway_dead_letters_show", "user", None, access)]
+    extra = {"pipeline": "Orders", "id": "m-1"}
+    assert entries() == [("broadway_dead_letters_show", "user", None, extra)]
     assert EVIL not in text
     assert text.count("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;") == 2
     assert '<strong aria-current="true">JSON</strong>' in text
@@ -362,7 +361,7 @@ def test_viewer_and_forged_request_move_nothing(site, command, action):
     viewer = site.browser("VIEWER")
     viewer.cookies.set(BROWSER_COOKIE, "b")
     user = SimpleAuthManagerUser(username="viewer", role="VIEWER")
-    token = make_token(user, "b", int(time.time()))
+    token = make_token(user, "b")
     for form in (fields, fields | {"confirmed": ""}):
         answer = viewer.post(f"{PAGE}/{action}", data={**form, CSRF_FIELD: token})
         assert answer.status_code == 403
@@ -391,7 +390,7 @@ def test_paused_dag_is_announced(user):
 
 def test_unwritable_audit_log_prevents_actions_and_payloads(user, command, monkeypatch):
     locked = OperationalError("insert", {}, Exception("database is locked"))
-    monkeypatch.setattr(audit, "create_session", mock.Mock(side_effect=locked))
+    monkeypatch.setattr(access, "create_session", mock.Mock(side_effect=locked))
     command.answers["show"] = letter(body="secret")
     request_count = len(command.requests)
 

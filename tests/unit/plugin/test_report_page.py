@@ -1,24 +1,26 @@
-"""The page of a run's report, which its tasks link."""
+"""A run's report, as the link of each task shows it."""
 
 from __future__ import annotations
 
 import pytest
 
-from airflow_broadway.plugin.pages import report as report_page
-from airflow_broadway.plugin.run_tasks import RunTasks
+from airflow_broadway.plugin.declared import RunTasks
+from airflow_broadway.plugin.pages import run as report_page
+from tests.unit.plugin.site import Site
 from tests.unit.runs.steps import Run
 
 PAGE = "/broadway/dags/sums/runs/manual__1/report"
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch):
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
     known = RunTasks(state="running", pipelines=[])
     monkeypatch.setattr(report_page, "tasks_of_run", lambda dag_id, run_id: known)
 
 
-def test_report_is_plain_text(site):
-    run = Run(site.staging.parent, numbers=range(1, 8))
+def test_it_is_plain_text_for_who_may_see_the_run(site: Site) -> None:
+    run = Run(site.staging.parent)
+    run.send(range(1, 8))
     run.batch(run.process())
     viewer = site.browser("VIEWER")
     assert "has no report yet" in viewer.get(PAGE).text

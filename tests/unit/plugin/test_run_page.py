@@ -74,9 +74,9 @@ def airflow(
         names: Any = {"task_id": name.replace("_", "."), "kind": kinds.get(name, "run")}
         downstream = frozenset({"ack", "handle"})
         tasks.append(StageTask(**names, downstream=downstream, instances=instances))
-    pipeline = PipelineTasks(
-        name="Sums", broker="sqlite", batchers={"default": "python"}, staging=None, tasks=tasks
-    )
+    about = {"broker": "sqlite", "batchers": {"default": "python"}}
+    reference = {"class": "m:Sums", "about": about}
+    pipeline = PipelineTasks.of("d", {"pipeline": reference, "staging": None}, tasks=tasks)
     known = RunTasks(state=state, pipelines=[pipeline] if tasks else [])
     for module in (run_page, message_page):
         monkeypatch.setattr(module, "tasks_of_run", lambda dag_id, run_id: known)
@@ -438,7 +438,7 @@ def test_payload_access_is_audited_before_it_is_shown(site, run, monkeypatch):
 
 def test_no_payload_is_shown_without_audit_log(site, settled, monkeypatch):
     locked = OperationalError("insert", {}, Exception("database is locked"))
-    monkeypatch.setattr(audit, "create_session", mock.Mock(side_effect=locked))
+    monkeypatch.setattr(access, "create_session", mock.Mock(side_effect=locked))
     answer = site.browser("USER").get(f"{PAGE}/message?q={ids(settled)[11]}")
 
     assert answer.status_code == 503

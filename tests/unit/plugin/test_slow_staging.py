@@ -46,11 +46,10 @@ def gate(monkeypatch):
 def reading(monkeypatch):
     """That of the pages, in a hurry."""
     reading = Reading(seconds=0.3, most=2)
-    for module in (message, pipelines, report, run):
+    for module in (message, pipelines, run):
         monkeypatch.setattr(module, "READING", reading)
     known = RunTasks(state=None)
-    for module in (message, report):
-        monkeypatch.setattr(module, "tasks_of_run", lambda dag_id, run_id: known)
+    monkeypatch.setattr(message, "tasks_of_run", lambda dag_id, run_id: known)
     return reading
 
 

@@ -30,9 +30,9 @@ class Command:
 
     def __call__(self, action: str, *arguments: str) -> tuple[int, str]:
         pipeline_flags = ("--pipeline-name", "Minutes", "--staging", self.world.store.uri)
-        code = main(["archive", action, *pipeline_flags, *arguments])
-        self.printed, err = self.capsys.readouterr()
-        return code, self.printed + err
+        result = ran(self.capsys, "archive", action, *pipeline_flags, *arguments)
+        self.printed = result.out
+        return result.code, result.out + result.err
 
     def json(self, action: str, *arguments: str) -> Any:
         self.capsys.readouterr()

@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +21,7 @@ from airflow_broadway.core.errors import BroadwayError, StagingError
 from airflow_broadway.core.formats.deaths import TRIES, Deaths
 from airflow_broadway.core.formats.ownership import begin_try, highest_try
 from airflow_broadway.core.formats.parts import part_id
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.runs import tasks
 from airflow_broadway.runs.poison.child_process import ChildProcess
 from airflow_broadway.runs.python_batches import PythonBatches
@@ -28,12 +29,13 @@ from airflow_broadway.runs.tasks import BatchTask
 from airflow_broadway.staging import crash_records
 from airflow_broadway.staging.crash_records import record_crash
 from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.planner import plan_batches
 from tests.deaths import WAYS, die
-from tests.unit.runs.steps import Run, Sums, balanced
+from tests.unit.runs.steps import Run, Sums
 
 
 class Deadly(Sums):
-    """Ends the process that handles one of ``context["deadly"]``."""
+    """A process dies that handles one of ``context["deadly"]``."""
 
     name = "Sums"
 
@@ -43,16 +45,17 @@ class Deadly(Sums):
             file.write(json.dumps([batch_info.batch_id, len(messages)]) + "\n")
         if "at_batch" in context:
             context["at_batch"]()
-            time.sleep(0.2)  # the stop arrives meanwhile
-        if any(message.data in context["deadly"] for message in messages):
+            time.sleep(0.2)  # it is told to stop meanwhile
+        if any(each.data in context["deadly"] for each in messages):
             die(context.get("way", "exit"))
         return handled
 
 
 class World:
-    """A run of ten messages a batch, whose task is tried repeatedly.
+    """A run of ten messages a batch, whose batches a task handles again and again.
 
-    :param in_hand: Numbers that were in hand in each crash of an earlier run, which released them.
+    :param in_hand: Numbers that were in hand in each crash of an earlier run: its messages came
+        again.
     """
 
     def __init__(
@@ -75,18 +78,21 @@ class World:
         if in_hand:
             self._crash(in_hand)
         self.reference = self.run.process()
-        self.plan = self.run.plan(self.reference)
+        self.plan: BatchPlan = plan_batches(
+            self.run.staged, pipeline, "default", [self.reference["generation"]], try_label="1"
+        )
         self.batches = len(Recorded(self.run.staged).batches(self.plan))
 
     def _crash(self, in_hand: Sequence[Sequence[int]]) -> None:
         """Have an earlier run receive the messages, and crashes on record."""
         earlier = Run(self.run.folder, "earlier", pipeline=Deadly, context=self.context)
         [generation] = {earlier.process()["generation"]}
-        folder = self.run.folder / "staging" / earlier.staged.path
         rows = {
             row["data_json"]: row["message_id"]
             for path in earlier.staged.manifest(generation).files["default"]  # type: ignore[union-attr]
-            for row in pq.read_table(folder / path).to_pylist()
+            for row in pq.read_table(
+                f"{self.run.folder}/staging/{earlier.staged.path}/{path}"
+            ).to_pylist()
         }
         earlier.ack()
         store, now = earlier.staged.store, earlier.staged.clock.now()
@@ -97,21 +103,18 @@ class World:
     def task(self, try_number: int = 1, cleared: int = 0, forks: bool = True) -> BatchTask:
         task = replace(self.run.task(try_number=try_number), task_id="batch.default", map_index=-1)
         task = replace(task, cleared=cleared, forks=forks)
-        run = self.run
-        return BatchTask(run.staged, run.pipeline, task, run.ports, batcher="default")
-
-    def handle(self, try_number: int = 1, **options: Any) -> dict[str, int]:
-        """The counts of one try of the task."""
-        counts = self.task(try_number, **options).handle(self.plan)
-        assert counts is not None
-        return counts
+        return BatchTask(
+            self.run.staged, self.run.pipeline, task, self.run.ports, batcher="default"
+        )
 
     def first_try(self) -> str:
         """A try that handles batches in the task's own process; how that ended."""
-        return ChildProcess(self.handle).wait()
+        return ChildProcess(lambda: self.task().handle(self.plan)).wait()
 
     def killed_try(self, number: int, when: Callable[[], bool]) -> bool:
-        """Kills all processes of a try once ``when`` is true; returns whether it ran."""
+        """A try whose processes are all killed from outside, once something is so; whether they
+        were, and it had not ended before.
+        """
 
         def work() -> None:
             os.setpgid(0, 0)
@@ -127,7 +130,7 @@ class World:
         return True
 
     def seen(self) -> list[tuple[str, int]]:
-        """The ids and sizes of the batches that began, in order."""
+        """The id and the size of each batch that was begun, in order."""
         return [tuple(json.loads(line)) for line in self.sizes.read_text().splitlines()]
 
     def deaths(self) -> int:
@@ -140,24 +143,26 @@ class World:
         return deaths
 
 
-def test_poison_message_is_dead_lettered_and_neighbours_handled(tmp_path):
+def test_a_poison_message_is_set_aside_and_its_neighbours_are_handled(tmp_path: Path) -> None:
     # Given three batches, in one of which a message kills its process
     world = World(tmp_path, deadly=[11], count=24)
     assert world.batches == 3
 
     # When the task's first try has died, and Airflow tries again
     assert world.first_try() == "exit code 9"
-    counts = world.handle(2)
+    counts = world.task(2).handle(world.plan)
     report = world.run.ack()
 
     # Then all but that one were handled, and it is a dead letter that says why
+    assert counts is not None
     assert counts["without_outcome"] == 0
     assert (counts["failed"], counts["successful"]) == (1, 23)
     assert world.run.dead() == [11]
     [letter] = world.run.queue().dead_letters()
     assert letter.reason == "crashed: it ended 2 processes that handled nothing else"
     assert letter.stage == "batch"
-    totals = balanced(report)
+    assert report["balanced"]
+    totals = report["totals"]
     assert (totals["acked"], totals["dead_lettered"], totals["released"]) == (23, 1, 0)
     assert report["isolation"] == {
         "deaths": world.deaths(),
@@ -168,22 +173,26 @@ def test_poison_message_is_dead_lettered_and_neighbours_handled(tmp_path):
     assert f"{world.deaths()} processes died at batches." in lines
     assert "1 whole task died at batches, which counts against no message." in lines
     assert "  default: 3 batches split, 1 message dead-lettered (crashed)" in lines
-    # And every success was recorded in one batch
-    assert {call.number for call in world.run.calls()} == set(world.numbers)
+    # And each success was recorded in one batch
+    done = Counter(call.number for call in world.run.calls())
+    assert set(done) == set(world.numbers)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_poison_message_of_a_hundred_is_found_by_one_retry(tmp_path, way):
+def test_one_of_a_hundred_messages_that_kills_is_found_by_the_try_that_forks(
+    tmp_path: Path, way: str
+) -> None:
     # Given a message of a hundred that ends its process, and a first try that ended by it
     world = World(tmp_path, deadly=[117], count=100, crashes=5)
     world.run.pipeline.context["way"] = way
     assert world.first_try()
 
     # When Airflow tries again
-    counts = world.handle(2)
+    counts = world.task(2).handle(world.plan)
     report = world.run.ack()
 
     # Then this try has handled all others, and that one is a dead letter
+    assert counts is not None
     assert (counts["failed"], counts["successful"], counts["without_outcome"]) == (1, 99, 0)
     assert world.run.dead() == [117]
     [letter] = world.run.queue().dead_letters()
@@ -192,68 +201,79 @@ def test_one_poison_message_of_a_hundred_is_found_by_one_retry(tmp_path, way):
     assert report["balanced"]
 
 
-def test_suspects_of_earlier_runs_do_not_kill_the_task(tmp_path):
+def test_a_task_outlives_what_processes_died_of_in_earlier_runs(tmp_path: Path) -> None:
     # Given a message that kills its process, in a run that holds suspects
     world = World(tmp_path, deadly=[11], count=16, in_hand=[()])
 
     # When the task is tried, once
-    counts = world.handle()
+    counts = world.task().handle(world.plan)
     report = world.run.ack()
 
-    # Then that try has isolated the message, and handled the others once
+    # Then that one try has set the message aside, and handled each other once
+    assert counts is not None
     assert (counts["failed"], counts["successful"], counts["without_outcome"]) == (1, 15, 0)
     assert world.run.dead() == [11]
     assert report["balanced"]
     assert world.deaths() > 1
-    assert {call.number for call in world.run.calls()} == set(world.numbers)
+    done = Counter(call.number for call in world.run.calls())
+    assert set(done) == set(world.numbers)
 
 
-def test_harmless_suspects_need_one_process(tmp_path):
+def test_of_suspects_that_kill_no_more_one_process_handles_all(tmp_path: Path) -> None:
     world = World(tmp_path / "suspect", deadly=[], count=16, in_hand=[()])
     other = World(tmp_path / "other", deadly=[], count=16)
-    assert world.handle() == other.handle()
+    assert world.task().handle(world.plan) == other.task().handle(other.plan)
     assert world.deaths() == 0
     assert highest_try(world.run.staged.files, "batch.default", TRIES) == 1
     assert len(world.seen()) == world.batches
 
 
-def test_host_without_forks_handles_suspects_in_the_task(tmp_path, monkeypatch):
+def test_where_a_fork_cannot_ask_the_host_none_is_made_for_suspects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(tmp_path, deadly=[], count=12, in_hand=[()])
     monkeypatch.delattr(tasks, "ChildProcess")
-    counts = world.handle(forks=False)
+    counts = world.task(forks=False).handle(world.plan)
+    assert counts is not None
     assert counts["successful"] == 12
 
 
-def test_error_of_a_child_process_is_raised_by_the_task(tmp_path, monkeypatch):
+def test_what_a_process_of_its_own_raises_is_raised_by_the_task(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     # Given batches that no process can begin
     world = World(tmp_path, deadly=[], count=12, in_hand=[()])
 
-    gone = mock.Mock(side_effect=StagingError("the disk is gone"))
-    monkeypatch.setattr(PythonBatches, "_begin", gone)
+    def fails(self: Any) -> Any:
+        raise StagingError("the disk is gone")
+
+    monkeypatch.setattr(PythonBatches, "_begin", fails)
 
     # When the task handles them, then it fails with that error, and nothing died
     with pytest.raises(BroadwayError, match="StagingError: the disk is gone"):
-        world.handle()
+        world.task().handle(world.plan)
     assert world.deaths() == 0
 
 
-def test_child_that_never_begins_after_a_death_is_the_last(tmp_path, monkeypatch):
+def test_after_a_death_a_process_that_never_begins_is_the_last(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     world = World(tmp_path, deadly=[1], count=12)
     world.first_try()
     begun = tmp_path / "begun"
 
-    def fails(self):
+    def fails(self: Any) -> Any:
         with begun.open("a") as file:
             file.write("x")
         raise StagingError("the disk is gone")
 
     monkeypatch.setattr(PythonBatches, "_begin", fails)
     with pytest.raises(BroadwayError, match="StagingError: the disk is gone"):
-        world.handle(2)
+        world.task(2).handle(world.plan)
     assert begun.read_text() == "x"
 
 
-def test_stop_reaches_the_child_and_is_no_death(tmp_path):
+def test_a_stop_reaches_the_process_of_its_own_and_is_no_death(tmp_path: Path) -> None:
     # Given a task that holds suspects, whose process is at a batch that stops the task
     world = World(tmp_path, deadly=[], count=24, in_hand=[()])
     task = world.task()
@@ -271,16 +291,17 @@ def test_stop_reaches_the_child_and_is_no_death(tmp_path):
     assert world.deaths() == 0
     # And another try handles the rest
     del world.run.pipeline.context["at_batch"]
-    counts = world.handle(2)
+    counts = world.task(2).handle(world.plan)
+    assert counts is not None
     assert counts["without_outcome"] == 0
     assert world.deaths() == 0
 
 
-def test_batch_runs_alone_then_in_halves_with_derived_ids(tmp_path):
+def test_a_batch_goes_alone_then_in_halves_whose_ids_are_its_own(tmp_path: Path) -> None:
     world = World(tmp_path, deadly=[11], count=16)
     poison, other = Recorded(world.run.staged).batches(world.plan)
     world.first_try()
-    world.handle(2)
+    world.task(2).handle(world.plan)
 
     # The task's own death counts for nothing.  Twice among the others, then alone, then in halves;
     # what was handled is not handled again
@@ -294,7 +315,7 @@ def test_batch_runs_alone_then_in_halves_with_derived_ids(tmp_path):
     assert world.seen()[8:] == [(left, 2), (rest, 2), (last, 1), (last, 1), (last, 1)]
 
 
-def test_killed_isolation_is_continued_by_the_next_try(tmp_path):
+def test_a_try_that_is_killed_on_its_way_is_gone_on_with(tmp_path: Path) -> None:
     # Given a task that is killed again and again while it isolates a message
     world = World(tmp_path, deadly=[3], count=12)
     world.first_try()
@@ -307,48 +328,52 @@ def test_killed_isolation_is_continued_by_the_next_try(tmp_path):
             break
 
     # When it is left alone
-    counts = world.handle(99)
+    counts = world.task(99).handle(world.plan)
 
     # Then nothing is lost, nothing is set aside but the one that kills
+    assert counts is not None
     assert counts["without_outcome"] == 0
     world.run.ack()
     assert world.run.dead() == [3]
     assert world.run.depth() == (0, 0, 0, 1)
 
 
-def test_no_message_is_blamed_if_every_process_dies(tmp_path, monkeypatch):
+def test_if_everything_dies_nothing_is_blamed(tmp_path: Path, monkeypatch: Any) -> None:
     # Given a host on which every process dies, and a small budget
     world = World(tmp_path, deadly=list(range(100)), count=12)
     monkeypatch.setattr(tasks, "MOST_PROCESSES", 12)
     world.first_try()
-    counts = world.handle(2)
+    counts = world.task(2).handle(world.plan)
 
     # Then no message is set aside: all go back, and come with a later run
+    assert counts is not None
     assert counts["successful"] == counts["failed"] == 0
     report = world.run.ack()
     assert report["totals"]["released"] == 12
     assert world.run.dead() == []
     # And a later try begins no more processes
     seen = len(world.seen())
-    world.handle(3)
+    world.task(3).handle(world.plan)
     assert len(world.seen()) == seen
 
 
-def test_clearing_the_task_grants_a_new_process_budget(tmp_path, monkeypatch):
+def test_who_clears_the_task_grants_as_many_processes_once_more(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     # Given a task whose budget is used up
     world = World(tmp_path, deadly=list(range(100)), count=12)
     monkeypatch.setattr(tasks, "MOST_PROCESSES", 5)
     world.first_try()
-    world.handle(2)
+    world.task(2).handle(world.plan)
     used = len(world.seen())
 
     # A retry begins none, and a cleared task does
-    world.handle(3)
+    world.task(3).handle(world.plan)
     assert len(world.seen()) == used
-    world.handle(4, cleared=1)
+    world.task(4, cleared=1).handle(world.plan)
     granted = len(world.seen()) - used
     assert granted > 0
-    world.handle(5, cleared=1)
+    world.task(5, cleared=1).handle(world.plan)
     assert len(world.seen()) == used + granted
 
 
@@ -358,24 +383,28 @@ def killed(world: World, kills: int, at: Callable[[], bool]) -> dict[str, int]:
     for _ in range(kills):
         tries += 1
         assert world.killed_try(tries, at)
-    return world.handle(tries + 1)
+    counts = world.task(tries + 1).handle(world.plan)
+    assert counts is not None
+    return counts
 
 
 def slow(world: World, seconds: float) -> Callable[[], bool]:
-    """Slow all batches; return whether a batch has begun since the last call."""
+    """Have each batch take a while; whether a batch has begun since the last call."""
     world.run.pipeline.context["at_batch"] = lambda: time.sleep(seconds)
     before = 0
 
     def begun() -> bool:
         nonlocal before
         now = len(world.seen()) if world.sizes.exists() else 0
-        changed, before = now > before, max(now, before)
-        return changed
+        found, before = now > before, max(now, before)
+        return found
 
     return begun
 
 
-def test_outside_kills_do_not_blame_the_only_message(tmp_path):
+def test_a_task_that_is_killed_from_outside_at_its_only_message_blames_it_not(
+    tmp_path: Path,
+) -> None:
     # Given a batch of one message, and a task that is killed from outside whenever it has begun
     world = World(tmp_path, deadly=[], count=1, crashes=5)
     counts = killed(world, 5, slow(world, 0.3))
@@ -387,7 +416,7 @@ def test_outside_kills_do_not_blame_the_only_message(tmp_path):
     assert world.run.dead() == []
 
 
-def test_fifty_outside_kills_blame_no_message(tmp_path):
+def test_fifty_kills_from_outside_blame_no_message(tmp_path: Path) -> None:
     # Given good batches, and a task that is killed whenever it has begun one
     world = World(tmp_path, deadly=[], count=16, crashes=5)
     counts = killed(world, 50, slow(world, 0.1))
@@ -401,31 +430,35 @@ def test_fifty_outside_kills_blame_no_message(tmp_path):
 
 
 @pytest.mark.parametrize(("crashes", "size"), [(1, 5), (2, 1)])
-def test_batch_with_messages_in_hand_is_split_before_it_runs(tmp_path, monkeypatch, crashes, size):
+def test_a_batch_with_messages_that_were_in_hand_is_split_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crashes: int, size: int
+) -> None:
     monkeypatch.setattr(crash_records, "_PORTIONS", {1: 5})
     world = World(tmp_path, deadly=[], count=20, in_hand=[[11]] * crashes)
-    counts = world.handle()
+    counts = world.task().handle(world.plan)
+    assert counts is not None
     assert counts["without_outcome"] == 0
     # The other batch runs first, whole
-    assert [count for _, count in world.seen()] == [10, *[size] * (10 // size)]
+    assert [found for _, found in world.seen()] == [10, *[size] * (10 // size)]
     assert world.run.ack()["totals"]["acked"] == 20
 
 
-def test_message_alone_in_hand_too_often_is_dead_lettered(tmp_path):
+def test_a_message_that_was_alone_in_hand_too_often_is_set_aside(tmp_path: Path) -> None:
     # Given a message that was alone in hand in three crashes on record
     world = World(tmp_path, deadly=[11], count=16, crashes=3, in_hand=[[11]] * 3)
     world.run.pipeline.context["way"] = "group"
 
     # When it ends one more task, with its processes
-    def work():
+    def work() -> None:
         os.setpgid(0, 0)
-        world.handle(1)
+        world.task(1).handle(world.plan)
 
     assert ChildProcess(work).wait() == "killed by SIGKILL"
 
     # Then the next try sets it aside, the others being handled, and forgets its crashes
     world.run.pipeline.context["way"] = "exit"
-    counts = world.handle(2)
+    counts = world.task(2).handle(world.plan)
+    assert counts is not None
     assert (counts["successful"], counts["failed"]) == (15, 1)
     assert world.look().count == 0
     world.run.ack()
@@ -437,27 +470,27 @@ def test_message_alone_in_hand_too_often_is_dead_lettered(tmp_path):
     assert (history.crashes, history.in_hand) == (3, {})
 
 
-def test_lost_execution_counts_no_death_of_its_successor(tmp_path):
+def test_an_execution_that_the_host_lost_counts_no_death_of_its_successors_processes(
+    tmp_path: Path,
+) -> None:
     # Given an execution whose process works, while another execution has begun one
     world = World(tmp_path, deadly=[], count=24, in_hand=[()])
     files = world.run.staged.files
 
-    def takes_over():
-        document = {"version": 1, "plans": [world.plan.path], "marked": True, "only": None}
-        begin_try(
-            files, "batch.default", lambda _: json.dumps(document | {"parent": "other"}), TRIES
-        )
+    def takes_over() -> None:
+        about = {"version": 1, "plans": [world.plan.path], "marked": True, "only": None}
+        begin_try(files, "batch.default", lambda _: json.dumps(about | {"parent": "other"}), TRIES)
         time.sleep(1.2)  # what was read of ownership serves for a second
 
     world.run.pipeline.context["at_batch"] = takes_over
 
     # When it sees that, then it stops, and nothing has died
     with pytest.raises(BroadwayError, match=r"try 2 of 'batch[.]default' has begun"):
-        world.handle()
+        world.task().handle(world.plan)
     assert (world.look().count, world.look().interruptions) == (0, 0)
 
 
-def test_stop_is_no_death(tmp_path):
+def test_a_stop_is_no_death(tmp_path: Path) -> None:
     world = World(tmp_path, deadly=[], count=12)
     task = world.task()
     task.handle(world.plan)
@@ -468,17 +501,18 @@ def test_stop_is_no_death(tmp_path):
     assert (deaths.count, deaths.interruptions) == (0, 0)
 
 
-def test_task_stopped_before_its_first_batch_begins_none(tmp_path):
+def test_a_task_that_is_stopped_before_its_first_batch_begins_none(tmp_path: Path) -> None:
     world = World(tmp_path, deadly=[], count=12)
     task = world.task()
     task.stop()
-    counts = task.handle(world.plan) or {}
+    counts = task.handle(world.plan)
+    assert counts is not None
     assert counts["without_outcome"] == world.batches
     assert not world.sizes.exists()
 
 
-def test_orphan_grandchild_does_not_block_the_wait(tmp_path):
-    def work():
+def test_a_process_whose_own_child_outlives_it_is_waited_for_no_longer(tmp_path: Path) -> None:
+    def work() -> None:
         child = os.fork()
         if not child:
             time.sleep(60)
@@ -494,20 +528,21 @@ def test_orphan_grandchild_does_not_block_the_wait(tmp_path):
     assert time.monotonic() - began < 30
 
 
-def test_single_message_needs_no_neighbours(tmp_path):
+def test_a_single_message_of_a_run_needs_no_neighbours(tmp_path: Path) -> None:
     world = World(tmp_path, deadly=[1], count=1, crashes=3)
     world.first_try()
-    world.handle(2)
+    world.task(2).handle(world.plan)
     world.run.ack()
     assert world.run.dead() == [1]
     assert [size for _, size in world.seen()] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("deadly", [[2, 12], [1, 2, 3, 4]])
-def test_several_poison_messages_are_each_found(tmp_path, deadly):
+def test_several_poison_messages_are_each_found(tmp_path: Path, deadly: list[int]) -> None:
     world = World(tmp_path, deadly=deadly, count=16, crashes=1)
     world.first_try()
-    counts = world.handle(2)
+    counts = world.task(2).handle(world.plan)
+    assert counts is not None
     world.run.ack()
     assert world.run.dead() == deadly
     assert counts["successful"] == 16 - len(deadly)

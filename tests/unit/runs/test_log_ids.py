@@ -13,7 +13,6 @@ from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.python_batches import _BatchSink
 from airflow_broadway.runs.tasks import ProcessTask
-from airflow_broadway.staging.batch_reader import BatchReader
 from tests.unit.logged import logged
 from tests.unit.runs.steps import Run, Sums, precede
 

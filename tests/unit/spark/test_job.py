@@ -18,7 +18,7 @@ from airflow_broadway.spark.session import REFUSED
 def work_file(root: Path, class_path: str) -> Work:
     pipeline = {"class": class_path, "options": {}}
     work = Work(name="t", try_number=1, pipeline=pipeline, run={}, plans=[])
-    LocalFiles(root).replace(paths.work("t", 1), work.dumps())
+    LocalFiles(root).replace(paths.of_try("t", 1), work.dumps())
     return work
 
 
@@ -32,7 +32,7 @@ def test_changed_work_file_imports_nothing(tmp_path, monkeypatch, caplog, digest
     work_file(tmp_path / "run", "planted:Any")
 
     # When the driver starts with the digest of the original file, or without one
-    arguments = ["--run", f"file://{tmp_path}/run", "--work", paths.work("t", 1)]
+    arguments = ["--run", f"file://{tmp_path}/run", "--work", paths.of_try("t", 1)]
     code = job.main([*arguments, "--sha256", work.digest] if digest else arguments)
 
     # Then it refuses before it imports the pipeline
@@ -45,7 +45,7 @@ def test_changed_work_file_imports_nothing(tmp_path, monkeypatch, caplog, digest
 def test_spark_connect_is_refused(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SPARK_REMOTE", "sc://spark.example")
     work = work_file(tmp_path, "shop:Orders")
-    arguments = ["--run", f"file://{tmp_path}", "--work", paths.work("t", 1)]
+    arguments = ["--run", f"file://{tmp_path}", "--work", paths.of_try("t", 1)]
     assert job.main([*arguments, "--sha256", work.digest]) == REFUSED
     assert "SPARK_REMOTE is set for the driver: Spark Connect is not supported yet" in caplog.text
 
@@ -58,7 +58,7 @@ def test_old_spark_is_refused_with_the_versions_in_the_first_line(
     caplog.set_level("INFO")
     monkeypatch.setattr("pyspark.__version__", version)
 
-    arguments = ["--run", f"file://{tmp_path}", "--work", paths.work("t", 1), "--sha256", ""]
+    arguments = ["--run", f"file://{tmp_path}", "--work", paths.of_try("t", 1), "--sha256", ""]
     assert job.main(arguments) == REFUSED
 
     first = caplog.messages[0]

@@ -7,16 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.core.custody.run_markdown import markdown_of, plain
-from tests.unit.runs.steps import TEN, Run
+from airflow_broadway.core.custody.run_summary import markdown_of, plain
+from tests.unit.runs.steps import Run
 
 
 def report_of(folder: Path) -> tuple[Run, dict[str, Any]]:
-    run = Run(folder, numbers=TEN)
-    return run, run.all()
+    run = Run(folder)
+    run.send(range(1, 11))
+    run.batch(run.process())
+    return run, run.ack()
 
 
-def test_markdown_report_is_written_next_to_json(tmp_path):
+def test_the_report_lies_beside_its_json_in_words(tmp_path: Path) -> None:
     run, report = report_of(tmp_path)
 
     text = run.staged.files.read("report.md")
@@ -29,7 +31,7 @@ def test_markdown_report_is_written_next_to_json(tmp_path):
     assert "\n| 2 | batch | five |\n" in text
 
 
-def test_empty_run_has_no_markdown(tmp_path):
+def test_an_empty_run_has_none(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.process()
     run.ack()
@@ -37,7 +39,7 @@ def test_empty_run_has_no_markdown(tmp_path):
     assert not run.staged.files.exists("report.md")
 
 
-def test_foreign_text_is_escaped_in_markdown(tmp_path):
+def test_text_of_others_is_no_mark_no_link_and_no_html(tmp_path: Path) -> None:
     _, report = report_of(tmp_path)
     evil = "<script>alert(1)</script> | [x](javascript:y) `z` \n# Head\n![i](http://a/b) \u202e"
     report["reasons"] = [{"count": 1, "stage": evil, "reason": evil}]

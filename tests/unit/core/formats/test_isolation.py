@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections import Counter
+from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from airflow_broadway.core.formats.deaths import Deaths
 from airflow_broadway.core.formats.isolation import MOST_PARTS, OnRecord, Step, next_step
 from airflow_broadway.core.formats.plan import PlannedBatch
-from tests.unit.planned import planned_batch
 
 Counted = dict[str, int]
 
 
 class Died:
-    """The number of tries that died of each batch, by id."""
+    """So many tries died of each batch: by id."""
 
     def __init__(
         self,
@@ -38,50 +38,75 @@ class Died:
 
 def single(batch_id: str) -> PlannedBatch:
     """A part with one message."""
-    return planned_batch(batch_id, sources={"g": 1}, part=[[0, 0], [0, 0]])
+    return PlannedBatch(
+        batch_id=batch_id,
+        rows=[[0, 0]],
+        files=[0],
+        batch_key="default",
+        keys=1,
+        partition=None,
+        size=1,
+        bytes=1,
+        trigger="size",
+        redelivered=0,
+        sources={"g": 1},
+        part=[[0, 0], [0, 0]],
+    )
 
 
 def whole(batch_id: str, size: int) -> PlannedBatch:
     return replace(single(batch_id), size=size, part=None)
 
 
-def step(died: Died, *batches: PlannedBatch, **options: Any) -> Step:
-    """The next step; the defaults are two messages, and that some other was handled."""
-    deaths = cast("Deaths", died)
-    options = {"max_crashes": 2, "proven": True, "suspects": False, "on_record": None, **options}
-    return next_step(batches or (single("a"), single("b")), deaths, **options)
+def step(
+    died: Died,
+    *batches: PlannedBatch,
+    proven: bool = True,
+    suspects: bool = False,
+    on_record: dict[str, OnRecord] | None = None,
+) -> Step:
+    return next_step(
+        batches or (single("a"), single("b")),
+        cast("Deaths", died),
+        max_crashes=2,
+        proven=proven,
+        suspects=suspects,
+        on_record=on_record,
+    )
 
 
-def test_proven_killer_is_set_aside():
-    next_step = step(Died({"a": 3, "b": 1}, {"a": 2, "b": 1}))
-    assert [batch.batch_id for batch in next_step.aside] == ["a"]
+def test_a_message_that_killed_its_processes_alone_is_set_aside_once_another_was_handled() -> None:
+    found = step(Died({"a": 3, "b": 1}, {"a": 2, "b": 1}))
+    assert [each.batch_id for each in found.aside] == ["a"]
 
 
 @pytest.mark.parametrize(
     ("alone", "proven"), [({}, True), ({"a": 1}, True), ({"a": 9}, False)], ids=str
 )
-def test_unproven_batch_is_not_blamed(alone, proven):
-    next_step = step(Died({"a": 9, "b": 1}, alone), proven=proven)
-    assert not next_step.aside
-    assert next_step.run == ["b"]
+def test_nothing_is_blamed_among_others_or_where_everything_dies(
+    alone: dict[str, int], proven: bool
+) -> None:
+    found = step(Died({"a": 9, "b": 1}, alone), proven=proven)
+    assert not found.aside
+    assert found.run == ["b"]
 
 
-def test_nothing_is_marked_before_a_death():
+def test_nothing_is_marked_before_something_died() -> None:
     assert step(Died()) == Step()
 
 
-def test_suspects_mark_batches_from_the_start():
-    next_step = step(Died(), whole("a", 9), whole("b", 9), suspects=True)
-    assert (next_step.run, next_step.marked, next_step.alone) == (["a", "b"], True, False)
+def test_batches_are_marked_from_the_first_on_where_there_are_suspects() -> None:
+    found = step(Died(), whole("a", 9), whole("b", 9), suspects=True)
+    assert (found.run, found.marked, found.alone) == (["a", "b"], True, False)
 
 
 @pytest.mark.parametrize("count", [1, 50])
-def test_deaths_of_whole_tasks_mark_but_do_not_split(count):
-    next_step = step(Died(in_hand={"a": count}), whole("a", 9), whole("b", 9))
-    assert next_step == Step(run=["a", "b"], marked=True, deaths=count)
+def test_deaths_of_whole_tasks_split_no_batch_and_only_mark(count: int) -> None:
+    found = step(Died(in_hand={"a": count}), whole("a", 9), whole("b", 9))
+    assert found == Step(run=["a", "b"], marked=True, deaths=count)
 
 
-def test_batch_is_split_after_its_third_death():
+def test_a_batch_is_split_after_its_third_death() -> None:
     assert not step(Died({"a": 2}), whole("a", 9)).split
     [(batch, parts)] = step(Died({"a": 3}), whole("a", 9)).split
     assert (batch.batch_id, parts) == ("a", 2)
@@ -91,20 +116,22 @@ def test_batch_is_split_after_its_third_death():
     ("size", "portion", "parts"),
     [(100, 25, 4), (101, 25, 5), (10, 1, 10), (25, 25, None), (100_000, 1, MOST_PARTS)],
 )
-def test_batch_with_messages_in_hand_is_split_before_it_runs(size, portion, parts):
+def test_a_batch_with_messages_that_were_in_hand_is_split_before_it_runs(
+    size: int, portion: int, parts: int | None
+) -> None:
     on_record = {"a": OnRecord(1, portion)}
-    next_step = step(Died(), whole("a", size), whole("b", 9), suspects=True, on_record=on_record)
-    assert [count for _, count in next_step.split] == ([] if parts is None else [parts])
+    found = step(Died(), whole("a", size), whole("b", 9), suspects=True, on_record=on_record)
+    assert [count for _, count in found.split] == ([] if parts is None else [parts])
 
 
-def test_part_is_not_split_again_by_the_record():
+def test_a_part_is_not_split_for_what_is_on_record() -> None:
     part = replace(single("a"), size=50)
-    next_step = step(Died(), part, suspects=True, on_record={"a": OnRecord(2, 1)})
-    assert not next_step.split
-    assert next_step.run == ["a"]
+    found = step(Died(), part, suspects=True, on_record={"a": OnRecord(2, 1)})
+    assert not found.split
+    assert found.run == ["a"]
 
 
-def test_batches_in_hand_wait_for_the_others():
+def test_batches_that_were_in_hand_wait_for_the_others() -> None:
     on_record = {"a": OnRecord(1, 25), "b": OnRecord(3, 1, 3)}
     batches = [whole("a", 9), replace(single("b"), part=None), whole("c", 9)]
     assert step(Died(), *batches, proven=False, suspects=True, on_record=on_record).aside
@@ -115,20 +142,22 @@ def test_batches_in_hand_wait_for_the_others():
     assert (then.run, then.alone) == (["a", "b"], True)
 
 
-def test_parts_least_in_hand_go_first():
+def test_parts_that_were_in_hand_least_go_first() -> None:
     parts = [replace(single(name), size=size) for name, size in [("a", 9), ("b", 5), ("c", 7)]]
     on_record = {"a": OnRecord(2, 1), "b": OnRecord(1, 25), "c": OnRecord(1, 25)}
-    next_step = step(Died(), *parts, suspects=True, on_record=on_record)
-    assert next_step.run == ["c", "b", "a"]
+    found = step(Died(), *parts, suspects=True, on_record=on_record)
+    assert found.run == ["c", "b", "a"]
 
 
 @pytest.mark.parametrize(("here", "before"), [(2, 0), (0, 2), (1, 1)])
-def test_message_alone_in_hand_too_often_is_set_aside(here, before):
-    def aside(here):
+def test_a_message_is_set_aside_after_more_than_max_crashes_whole_tasks_died_at_it_alone(
+    here: int, before: int
+) -> None:
+    def aside(here: int) -> list[str]:
         died = Died(in_hand={"a": here}, in_hand_alone={"a": here})
         on_record = {"a": OnRecord(before, 1, before)}
-        next_step = step(died, suspects=True, on_record=on_record)
-        return [batch.batch_id for batch in next_step.aside]
+        found = step(died, suspects=True, on_record=on_record)
+        return [each.batch_id for each in found.aside]
 
     assert aside(here) == []
     assert aside(here + 1) == ["a"]

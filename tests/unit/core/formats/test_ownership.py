@@ -44,7 +44,7 @@ def test_later_try_fences_off(files, clock):
     lease(files, seconds=10)
     ownership = fence(files, clock)
     ownership.check(["g"])
-    files.create(paths.work("task", 2), "{}")
+    files.create(paths.of_try("task", 2), "{}")
     with pytest.raises(OwnershipLost, match="try 2 of 'task' has begun, so try 1 stops here"):
         ownership.check(["g"], fresh=True)
 
@@ -53,7 +53,7 @@ def test_listing_is_reused_for_one_second(files, clock):
     lease(files, seconds=10)
     ownership = fence(files, clock)
     ownership.check(["g"])
-    files.create(paths.work("task", 2), "{}")
+    files.create(paths.of_try("task", 2), "{}")
     ownership.check(["g"])
     clock.sleep(1.1)
     with pytest.raises(OwnershipLost):
@@ -71,7 +71,7 @@ def test_listing_before_a_sleep_is_used_once(files, clock, monkeypatch, asleep_i
         if folder == asleep_in:
             monkeypatch.setattr(LocalFiles, "list", real)
             clock.sleep(60)
-            files.create(paths.work("task", 2) if folder == "work" else paths.intent("g"), "{}")
+            files.create(paths.of_try("task", 2) if folder == "work" else paths.intent("g"), "{}")
         return names
 
     real = LocalFiles.list
@@ -86,8 +86,8 @@ def test_listing_before_a_sleep_is_used_once(files, clock, monkeypatch, asleep_i
 def test_tries_of_other_tasks_do_not_count(files, clock):
     lease(files, seconds=10)
     ownership = fence(files, clock, name="a")
-    files.create(paths.work("a-b", 7), "{}")
-    files.create(paths.work("a.b", 7), "{}")
+    files.create(paths.of_try("a-b", 7), "{}")
+    files.create(paths.of_try("a.b", 7), "{}")
     ownership.check(["g"], fresh=True)
     assert highest_try(files, "a") == 1
     assert highest_try(files, "unknown") == 0

@@ -36,7 +36,7 @@ ID = uuid.UUID("12345678-1234-5678-1234-567812345678")
         (MappingProxyType({"a": MappingProxyType({"b": 1})}), '{"a":{"b":1}}'),
     ],
 )
-def test_data_is_written_as_compact_json(value, text):
+def test_data_is_written_as_compact_json(value: Any, text: str) -> None:
     assert encode_json(value) == text
 
 
@@ -63,12 +63,12 @@ def circle() -> list[Any]:
         (circle(), "data: expected data nested less deeply, without circular references"),
     ],
 )
-def test_unsupported_json_value_is_refused_with_its_place(value, message):
+def test_what_json_cannot_carry_is_refused_with_its_place(value: Any, message: str) -> None:
     with pytest.raises(ConversionError, match=re.escape(message)):
         encode_json(value)
 
 
-def test_metadata_is_text_under_each_key():
+def test_metadata_is_text_under_each_key() -> None:
     assert encode_metadata(
         {
             "routing_key": "flights",
@@ -107,7 +107,7 @@ def test_metadata_is_text_under_each_key():
         ({"a": circle()}, "metadata['a']: expected data nested less deeply"),
     ],
 )
-def test_metadata_refuses_invalid_values(metadata, message):
+def test_metadata_refuses_what_no_broker_sends(metadata: Any, message: str) -> None:
     with pytest.raises(ConversionError, match=re.escape(message)):
         encode_metadata(metadata)
 
@@ -123,7 +123,7 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_json_values_round_trip(value):
+def test_json_values_come_back_as_they_were(value: Any) -> None:
     assert json.loads(encode_json(value)) == value
     encode_metadata({"value": value})["value"].encode()
 
@@ -139,32 +139,8 @@ anything = st.recursive(
 )
 
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
-metadata_values = st.one_of(
-    scalars,
-    st.lists(scalars, max_size=4),
-    st.lists(st.lists(st.text(max_size=3) | st.none() | st.binary(), max_size=2), max_size=3),
-    st.dictionaries(st.text(max_size=5) | st.integers(), scalars, max_size=4),
-    st.sampled_from([10**18, -(10**18), 10**5000, [10**5000], True, [True], {"a": 10**18}]),
-    anything,
-)
-
-
-@given(st.dictionaries(st.text(max_size=5) | st.integers(), metadata_values, max_size=6))
-def test_metadata_fast_paths_match_the_general_one(metadata):
-    def result_of(encode):
-        try:
-            return encode()
-        except ConversionError as error:
-            return str(error)
-
-    long = result_of(lambda: {key: _encode_entry(key, value) for key, value in metadata.items()})
-
-    assert result_of(lambda: encode_metadata(metadata)) == long
-
-
 @given(anything)
-def test_any_value_is_encoded_or_refused_with_a_conversion_error(value):
+def test_any_value_is_encoded_or_refused_with_a_conversion_error(value: Any) -> None:
     for encode in (encode_json, lambda value: encode_metadata({"value": value})):
         try:
             encode(value)

@@ -23,7 +23,7 @@ def message(number: int, key: Any = "k", mode: str = "bulk", size: int = 0) -> M
     return Message(number, message_id=str(number), batch_key=key, batch_mode=mode, size=size)
 
 
-def data(closed: list[Closed]) -> list[tuple[Any, str, list[int]]]:
+def data(closed: list[ItemBatch]) -> list[tuple[Any, str, list[int]]]:
     return [(batch.key, batch.trigger.value, [m.data for m in batch.pending]) for batch in closed]
 
 
@@ -113,7 +113,7 @@ def test_interrupt_in_a_splitter_propagates():
 
 @pytest.mark.parametrize("value", [-1, 1.5, "1", None, True])
 def test_partition_must_be_a_non_negative_integer(value):
-    partition = partition_of(lambda m: value, 4)
+    partition = partitioner(Batcher(partition_by=lambda m: value, concurrency=4))
     assert partition is not None
     with pytest.raises(PipelineError, match="partition_by must return an integer"):
         partition(message(1))
@@ -137,7 +137,7 @@ def test_flush_is_in_order_of_opening():
 
 def test_merged_calls_hold_whole_batches_up_to_batch_size():
     def closed(key, size, partition=None):
-        return Closed([None] * size, key, partition, Trigger.FLUSH, size)
+        return ItemBatch([None] * size, key, partition, Trigger.FLUSH, size)
 
     merger = KeyMerger(10)
     full = merger.add([closed("a", 4), closed("b", 4), closed("c", 4), closed("d", 10)])
@@ -162,7 +162,7 @@ def test_batch_id_is_unambiguous():
     }
     assert len(ids) == 7
     assert all(len(id_) == 32 for id_ in ids)
-    assert BatchHash("p", "b", "k").update("1").update("23").hexdigest() in ids
+    assert BatchHash("p", "b", "k").update_all("1").update_all(["23"]).hexdigest() in ids
 
 
 keys = st.sampled_from("abc")

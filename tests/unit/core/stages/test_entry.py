@@ -37,7 +37,7 @@ class Plain(Passing):
 
 
 def transformed(transformer: Callable[[Any], Any], message: Message = DELIVERED) -> Message:
-    [message] = MessageEntry(Plain(), transformer).transform([message])
+    _, message = MessageEntry(Plain(), transformer).enter(message)
     return message
 
 

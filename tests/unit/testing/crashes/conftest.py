@@ -8,7 +8,6 @@ import os
 import socket
 import sqlite3
 import ssl
-from unittest import mock
 
 import pytest
 
@@ -26,9 +25,12 @@ _REPLACED = (
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_replaced_for_good(monkeypatch):
+def nothing_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, names in _REPLACED:
         for name in names.split():
             monkeypatch.setattr(owner, name, getattr(owner, name))
 
-    monkeypatch.setattr(Interceptor, "_die", mock.Mock(side_effect=Died))
+    def die(interceptor: Interceptor) -> None:
+        raise Died
+
+    monkeypatch.setattr(Interceptor, "_die", die)

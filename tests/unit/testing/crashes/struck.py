@@ -1,11 +1,11 @@
-"""Strikes in this process, for the unit tests of the harness."""
+"""Strikes for the tests of the harness's pieces, in this process."""
 
 from __future__ import annotations
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor
 from airflow_broadway.testing.crashes.points import Strike
 
-#: The execution of the strike.
+#: The execution that is struck.
 NAME = "one/process/1"
 
 
@@ -20,5 +20,5 @@ def striking(text: str = "") -> Interceptor:
 
 
 def calls(interceptor: Interceptor) -> list[str]:
-    """The calls it intercepted, in order."""
+    """What it saw, in order."""
     return [f"{point.call} #{point.nth}" for point in interceptor.seen]

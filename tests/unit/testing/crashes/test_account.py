@@ -1,4 +1,4 @@
-"""The account of messages and rows, independent of the package."""
+"""Every message and every row is counted, by witnesses that are not the package's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway import Batcher, Broadway, RetryPolicy
+from airflow_broadway import Batcher, Broadway, Message, RetryPolicy
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.testing.crashes.account import (
     ACKED,
@@ -20,13 +20,19 @@ from airflow_broadway.testing.crashes.account import (
     Violation,
     account,
 )
-from airflow_broadway.testing.crashes.sink import SinkError
-from tests.unit.passing import Passing
+from airflow_broadway.testing.crashes.sink import ForkError
+from airflow_broadway.testing.crashes.subject import Letter, Subject
 
 
-class Sink(Passing):
+class Sink(Broadway):
     producer = SqliteProducer(queue="q", path="/given")
     batchers = {"default": Batcher(engine="python")}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return messages
 
 
 class Dropping(Sink):
@@ -37,15 +43,13 @@ class WithoutLetters(Sink):
     producer = SqliteProducer(queue="q", path="/given", retry=RetryPolicy(dead_letter=False))
 
 
-class Scripted(Subject):
-    """A subject whose results a test sets."""
-
-    kind = "scripted"
+class Told(Subject):
+    """A subject of which a test tells what came of it."""
 
     def __init__(self, folder: Path, pipeline: type[Broadway] = Sink) -> None:
         super().__init__(pipeline, folder)
         self.dead: list[Letter] = []
-        self.sink_rows: list[str] | None = None
+        self.there: list[str] | None = None
         self.fails = False
 
     def overrides(self) -> Mapping[str, Any]:
@@ -62,8 +66,8 @@ class Scripted(Subject):
 
     def rows(self, ids: Sequence[str]) -> Counter[str] | None:
         if self.fails:
-            raise SinkError("torn")
-        return None if self.sink_rows is None else Counter(self.sink_rows)
+            raise ForkError("torn")
+        return None if self.there is None else Counter(self.there)
 
     def called(
         self,
@@ -74,110 +78,120 @@ class Scripted(Subject):
         succeeded: Sequence[str] | None = None,
     ) -> None:
         """A batch was handled."""
-        messages = [(key, 1, again) for key in keys]
-        place = {"execution": "one/batch.default/1", "stage": "handle_batch"}
-        call = {**place, "batch_id": batch_id, "messages": messages}
+        told = {
+            "execution": "one/batch.default/1",
+            "stage": "handle_batch",
+            "batch_id": batch_id,
+            "messages": [(key, 1, again) for key in keys],
+        }
         with self.calls_file.open("a") as file:
-            file.write(json.dumps({**call, "succeeded": None}) + "\n")
+            file.write(json.dumps({**told, "succeeded": None}) + "\n")
             if ended:
                 fine = list(keys if succeeded is None else succeeded)
-                file.write(json.dumps({**call, "succeeded": fine}) + "\n")
+                file.write(json.dumps({**told, "succeeded": fine}) + "\n")
 
 
 @pytest.fixture
-def subject(tmp_path):
-    return Scripted(tmp_path)
+def told(tmp_path: Path) -> Told:
+    return Told(tmp_path)
 
 
-def wrong(result: Account) -> list[Violation]:
-    return list(result.wrong)
+def wrong(found: Account) -> list[Violation]:
+    return [kind for kind in Violation if kind in found.wrong]
 
 
-def test_unsettled_message_is_lost(subject):
-    subject.called("a", "b", succeeded=["a"])
-    subject.dead = [Letter("b", False, "no good")]
-    assert account(subject, ["a", "b"], None).good
+def test_a_message_is_acked_or_dead_and_else_lost(told: Told) -> None:
+    told.called("a", "b", succeeded=["a"])
+    told.dead = [Letter("b", False, "no good")]
+    assert account(told, ["a", "b"]).good
 
-    accounts = account(subject, ["a", "b", "c"], None)
-    assert accounts.fates == {0: ACKED, 1: DEAD, 2: ""}
-    assert accounts.lines == ["lost: c"]
-    assert accounts.reasons == ["no good"]
-
-
-def test_interrupted_call_handles_no_message(subject):
-    subject.called("a", ended=False)
-    assert wrong(account(subject, ["a"], None)) == [Violation.LOST]
+    found = account(told, ["a", "b", "c"])
+    assert found.fates == {0: ACKED, 1: DEAD, 2: ""}
+    assert found.lines == ["lost: c"]
+    assert found.reasons == ["no good"]
 
 
-def test_changed_outcome_is_a_mistake(subject):
-    subject.called("a")
-    assert account(subject, ["a"], {0: DEAD}).lines == ["mistake: a is acked, and should be dead"]
+def test_a_call_that_did_not_return_handled_nothing(told: Told) -> None:
+    told.called("a", ended=False)
+    assert wrong(account(told, ["a"])) == [Violation.LOST]
 
 
-def test_failed_callback_may_use_the_last_attempt(subject):
-    subject.called("a", "b", succeeded=["a"])
-    subject.dead = [Letter("b", False)]
-    subject.sink_rows = ["a"]
-    fates, rows = {0: ACKED, 1: ACKED}, Counter(["a", "b"])
+def test_another_outcome_than_without_a_strike_is_a_mistake(told: Told) -> None:
+    told.called("a")
+    assert account(told, ["a"], Account({0: DEAD})).lines == [
+        "mistake: a is acked, and should be dead"
+    ]
+
+
+def test_a_callback_that_is_made_to_fail_may_use_up_the_last_attempt(told: Told) -> None:
+    told.called("a", "b", succeeded=["a"])
+    told.dead = [Letter("b", False)]
+    told.there = ["a"]
+    expected = Account({0: ACKED, 1: ACKED}, rows=Counter(["a", "b"]))
 
     struck = ["one/batch.default/1"]
-    assert account(subject, ["a", "b"], fates, rows, struck).good
-    mistakes = wrong(account(subject, ["a", "b"], fates, rows, ["one/process/1"]))
-    assert mistakes == [Violation.MISSING, Violation.OTHER]
-    subject.sink_rows = ["a", "a"]
-    assert wrong(account(subject, ["a", "b"], fates, rows, struck)) == [Violation.REPEATED]
+    assert account(told, ["a", "b"], expected, struck).good
+    assert wrong(account(told, ["a", "b"], expected, ["one/process/1"])) == [
+        Violation.MISSING,
+        Violation.OTHER,
+    ]
+    told.there = ["a", "a"]
+    assert wrong(account(told, ["a", "b"], expected, struck)) == [Violation.REPEATED]
 
 
 @pytest.mark.parametrize("pipeline", [Dropping, WithoutLetters])
-def test_only_a_message_that_should_fail_may_be_dropped(tmp_path, pipeline):
-    subject = Scripted(tmp_path, pipeline)
-    subject.called("a", succeeded=[])
+def test_what_failed_is_dropped_where_nobody_keeps_it_and_never_what_should_succeed(
+    tmp_path: Path, pipeline: type[Broadway]
+) -> None:
+    told = Told(tmp_path, pipeline)
+    told.called("a", succeeded=[])
 
-    assert account(subject, ["a"], None).fates == {0: DROPPED}
-    assert account(subject, ["a"], {0: DROPPED}).good
-    assert wrong(account(subject, ["a"], {0: ACKED})) == [Violation.LOST]
-
-
-def test_repetition_must_be_marked(subject):
-    subject.called("a", batch_id="b1")
-    subject.called("a", batch_id="b2", again=True)
-    assert account(subject, ["a"], None).good
-
-    subject.called("a", batch_id="b3")
-    assert wrong(account(subject, ["a"], None)) == [Violation.UNMARKED]
+    assert account(told, ["a"]).fates == {0: DROPPED}
+    assert account(told, ["a"], Account({0: DROPPED})).good
+    assert wrong(account(told, ["a"], Account({0: ACKED}))) == [Violation.LOST]
 
 
-def test_repeated_batch_has_the_same_messages(subject):
-    subject.called("a", "b")
-    subject.called("a", "b")
-    assert account(subject, ["a", "b"], None).good
+def test_a_repetition_must_be_marked(told: Told) -> None:
+    told.called("a", batch_id="b1")
+    told.called("a", batch_id="b2", again=True)
+    assert account(told, ["a"]).good
 
-    subject.called("a")
-    lines = account(subject, ["a", "b"], None).lines
-    assert {line.rpartition(" with ")[2] for line in lines} == {"other messages"}
+    told.called("a", batch_id="b3")
+    assert wrong(account(told, ["a"])) == [Violation.UNMARKED]
 
 
-def test_leftover_files_are_named(subject):
-    for name in ("one", "last"):
-        path = subject.work / "staging/Sink/crashes" / name / "lease.json"
+def test_a_batch_comes_again_with_the_same_messages(told: Told) -> None:
+    told.called("a", "b")
+    told.called("a", "b")
+    assert account(told, ["a", "b"]).good
+
+    told.called("a")
+    lines = account(told, ["a", "b"]).lines
+    assert lines
+    assert all(line.endswith("with other messages") for line in lines)
+
+
+def test_files_that_stay_are_named(told: Told) -> None:
+    for name in ("Sink/crashes/one/lease.json", "Sink/crashes/last/lease.json"):
+        path = told.work / "staging" / name
         path.parent.mkdir(parents=True)
         path.touch()
-    assert account(subject, [], None).lines == ["left over: Sink/crashes/one/lease.json"]
+    assert account(told, []).lines == ["left over: Sink/crashes/one/lease.json"]
 
 
-def test_rows_are_compared_with_an_undisturbed_run(subject):
-    subject.sink_rows = ["1", "1", "3"]
+def test_rows_are_compared_with_those_of_a_run_that_was_not_struck(told: Told) -> None:
+    told.there = ["1", "1", "3"]
 
-    accounts = account(subject, [], None, Counter(["1", "2"]))
+    found = account(told, [], Account(rows=Counter(["1", "2"])))
 
-    assert accounts.lines == [
+    assert found.lines == [
         "missing in the sink: 2 is there nowhere, and should be once",
         "repeated in the sink: 1 is there twice, and should be once",
         "repeated in the sink: 3 is there once, and should be nowhere",
     ]
-    assert account(subject, [], None, Counter(["1", "1", "3"])).good
+    assert account(told, [], Account(rows=Counter(["1", "1", "3"]))).good
 
 
-def test_unreadable_sink_is_a_mistake_of_its_case(subject):
-    subject.fails = True
-    assert account(subject, [], None).lines == ["mistake: the sink cannot be read: torn"]
+def test_a_sink_that_cannot_be_read_is_a_mistake_of_its_case(told: Told) -> None:
+    told.fails = True
+    assert account(told, []).lines == ["mistake: the sink cannot be read: torn"]

@@ -33,7 +33,7 @@ def points(*methods: Any) -> list[str]:
     return recorder.points
 
 
-def test_repeated_count_is_one_point():
+def test_a_count_that_is_repeated_is_one_point() -> None:
     count, opened = spec.Queue.Declare(queue="q", passive=True), spec.Channel.Open()
 
     assert points(opened, count, opened, count, count) == [
@@ -43,11 +43,13 @@ def test_repeated_count_is_one_point():
     ]
 
 
-def test_count_of_another_method_or_queue_is_a_point():
+def test_a_count_after_another_method_or_of_another_queue_is_a_point() -> None:
     count = spec.Queue.Declare(queue="q", passive=True)
     other = spec.Queue.Declare(queue="other", passive=True)
 
-    assert points(count, spec.Queue.Purge(queue="q"), count, other, count) == [
+    found = points(count, spec.Queue.Purge(queue="q"), count, other, count)
+
+    assert found == [
         "queue.declare q",
         "queue.purge q",
         "queue.declare q",

@@ -1,10 +1,11 @@
-"""Calls on files, databases and sockets are intercepted and can fail."""
+"""Files, statements and sockets are seen, and struck, where the pipeline touches them."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sqlite3
+from pathlib import Path
 
 import pytest
 
@@ -12,20 +13,19 @@ from airflow_broadway.testing.crashes.boundaries import LocalFiles, Sockets, Sql
 from tests.unit.testing.crashes.struck import Died, calls, striking
 
 
-def test_only_files_in_the_folder_are_intercepted(tmp_path):
+def test_files_below_the_folder_are_seen_and_others_are_not(tmp_path: Path) -> None:
     inside = tmp_path / "work"
     inside.mkdir()
     interceptor = striking()
     LocalFiles(inside).install(interceptor)
 
-    sub, moved = inside / "sub", inside / "b.txt"
-    sub.mkdir()
-    (sub / "a.txt").write_text("hello")
-    os.replace(sub / "a.txt", moved)
-    assert moved.read_text() == "hello"
-    os.listdir(sub)
-    moved.unlink()
-    (tmp_path / "outside.txt").write_text("")
+    (inside / "sub").mkdir()
+    (inside / "sub" / "a.txt").write_text("hello")
+    os.replace(inside / "sub" / "a.txt", inside / "b.txt")
+    assert (inside / "b.txt").read_text() == "hello"
+    os.listdir(inside / "sub")
+    (inside / "b.txt").unlink()
+    (tmp_path / "elsewhere.txt").write_text("not the pipeline's")
 
     assert calls(interceptor) == [
         "mkdir sub #1",
@@ -37,7 +37,7 @@ def test_only_files_in_the_folder_are_intercepted(tmp_path):
     ]
 
 
-def test_half_of_a_synced_file_is_half_of_its_bytes(tmp_path):
+def test_half_of_a_synced_file_is_half_of_its_bytes(tmp_path: Path) -> None:
     LocalFiles(tmp_path).install(striking("write a.txt #1: killed halfway"))
 
     with open(tmp_path / "a.txt", "w") as file:
@@ -48,7 +48,7 @@ def test_half_of_a_synced_file_is_half_of_its_bytes(tmp_path):
     assert (tmp_path / "a.txt").read_text() == "1234"
 
 
-def test_full_disk_creates_no_file(tmp_path):
+def test_a_full_disk_makes_no_file(tmp_path: Path) -> None:
     LocalFiles(tmp_path).install(striking("create a.txt #1: disk full"))
 
     with pytest.raises(OSError, match="No space left"):
@@ -56,7 +56,7 @@ def test_full_disk_creates_no_file(tmp_path):
     assert not (tmp_path / "a.txt").exists()
 
 
-def test_statements_and_commits_are_intercepted(tmp_path):
+def test_statements_and_commits_are_seen(tmp_path: Path) -> None:
     interceptor = striking()
     Sqlite().install(interceptor)
 
@@ -67,10 +67,15 @@ def test_statements_and_commits_are_intercepted(tmp_path):
     assert db.cursor().execute("SELECT n FROM rows").fetchall() == [(1,), (2,)]
     db.close()
 
-    assert calls(interceptor) == ["CREATE rows #1", "INSERT rows #1", "COMMIT #1", "SELECT rows #1"]
+    assert calls(interceptor) == [
+        "CREATE rows #1",
+        "INSERT rows #1",
+        "COMMIT #1",
+        "SELECT rows #1",
+    ]
 
 
-def test_crash_before_commit_changes_nothing(tmp_path):
+def test_who_dies_before_its_commit_has_changed_nothing(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "rows.db") as db:
         db.execute("CREATE TABLE rows (n)")
     db.close()
@@ -84,7 +89,7 @@ def test_crash_before_commit_changes_nothing(tmp_path):
     assert sqlite3.connect(tmp_path / "rows.db").execute("SELECT * FROM rows").fetchall() == []
 
 
-def test_sends_are_intercepted_and_can_be_halved():
+def test_what_is_sent_is_seen_and_may_be_sent_by_half() -> None:
     interceptor = striking("send #2: killed halfway")
     Sockets().install(interceptor)
     here, there = socket.socketpair()
@@ -98,7 +103,7 @@ def test_sends_are_intercepted_and_can_be_halved():
     assert calls(interceptor) == ["send #1", "send #2"]
 
 
-def test_connects_are_intercepted_and_refused():
+def test_connecting_is_seen_with_its_address_and_refused_when_struck() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         Sockets().install(striking(f"connect 127.0.0.1:{port} #1: error"))

@@ -1,4 +1,4 @@
-"""The pytest fixture runs the crash test in another process."""
+"""The fixture of pytest puts a pipeline to the test in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ KILLED = "one/batch.default/1 handle_batch default #1: killed after [retry]"
 
 
 class Appends(Broadway):
-    """Its sink has a repeated row twice."""
+    """Its sink has what comes again twice."""
 
-    producer = SqliteProducer(queue="q", path="/replaced")
+    producer = SqliteProducer(queue="q", path="/given")
     batchers = {"default": Batcher(engine="python", batch_size=10)}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
@@ -33,7 +33,7 @@ class Appends(Broadway):
 
 
 class Fails(Appends):
-    """It fails all messages."""
+    """It can handle nothing."""
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         raise ValueError("no good")
@@ -43,25 +43,29 @@ def rows(folder: Path) -> list[Any]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
-def test_failed_case_is_an_assertion_with_the_report(broadway_crash_test):
+def test_what_fails_is_an_assertion_with_the_report(
+    broadway_crash_test: Callable[..., Sums],
+) -> None:
     with pytest.raises(AssertionError, match="1 is there twice, and should be once") as raised:
         broadway_crash_test(Appends, ["1"], sink=rows, only=[KILLED])
     assert f"only=[{KILLED!r}]" in str(raised.value)
 
 
-def test_passed_case_returns_the_sums(broadway_crash_test):
+def test_what_is_fine_gives_the_sums(broadway_crash_test: Callable[..., Sums]) -> None:
     sums = broadway_crash_test(Appends, [b"1"], sink=rows, only=[KILLED.replace("after", "before")])
     assert (sums.cases, len(sums.points), sums.good) == (1, 1, True)
 
 
-def test_pipeline_that_fails_all_messages_is_an_error(broadway_crash_test):
-    with pytest.raises(
-        CrashTestError, match="use messages that this pipeline can handle"
-    ) as raised:
+def test_a_pipeline_that_fails_every_message_is_told_so(
+    broadway_crash_test: Callable[..., Sums],
+) -> None:
+    with pytest.raises(CrashTestError, match="use messages that this pipeline can handle") as told:
         broadway_crash_test(Fails, ["1"])
-    assert "no good" in str(raised.value)
+    assert "no good" in str(told.value)
 
 
-def test_sink_that_cannot_be_imported_is_refused(broadway_crash_test):
+def test_what_another_process_cannot_import_is_refused(
+    broadway_crash_test: Callable[..., Sums],
+) -> None:
     with pytest.raises(CrashTestError, match="define it at the top of its module"):
         broadway_crash_test(Appends, ["1"], sink=lambda folder: [])

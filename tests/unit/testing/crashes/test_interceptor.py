@@ -1,9 +1,8 @@
-"""The interceptor counts calls, and makes one of them fail."""
+"""The interceptor counts calls, and strikes at one of them."""
 
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -11,7 +10,7 @@ from airflow_broadway.testing.crashes.points import Fault
 from tests.unit.testing.crashes.struck import Died, calls, striking
 
 
-def test_equal_calls_are_counted():
+def test_equal_calls_are_counted() -> None:
     interceptor = striking()
     for target in ("a", "b", "a"):
         interceptor.call("create", target, lambda: None)
@@ -19,10 +18,10 @@ def test_equal_calls_are_counted():
     assert calls(interceptor) == ["create a #1", "create b #1", "create a #2"]
 
 
-def test_nested_calls_count_only_in_callbacks():
+def test_calls_within_a_call_are_part_of_it_but_those_of_a_callback_are_its_own() -> None:
     interceptor = striking()
 
-    def inner():
+    def inner() -> str:
         return interceptor.call("write", "", lambda: "done")
 
     assert interceptor.call("create", "", inner) == "done"
@@ -34,10 +33,10 @@ def test_nested_calls_count_only_in_callbacks():
 
 
 @pytest.mark.parametrize(
-    ("fault", "done"), [("killed before", []), ("killed halfway", [5]), ("killed after", [10])]
+    ("what", "done"), [("killed before", []), ("killed halfway", [5]), ("killed after", [10])]
 )
-def test_kill_leaves_none_half_or_all_of_the_work(fault, done):
-    interceptor = striking(f"write #1: {fault}")
+def test_who_is_killed_has_done_nothing_half_or_all(what: str, done: list[int]) -> None:
+    interceptor = striking(f"write #1: {what}")
     did: list[int] = []
 
     with pytest.raises(Died):
@@ -46,12 +45,12 @@ def test_kill_leaves_none_half_or_all_of_the_work(fault, done):
     assert interceptor.struck
 
 
-@pytest.mark.parametrize(("fault", "done"), [("error", 0), ("answer lost", 1)])
-def test_call_fails_once_before_or_after_its_work(fault, done):
-    interceptor = striking(f"write #2: {fault}")
+@pytest.mark.parametrize(("what", "done"), [("error", 0), ("answer lost", 1)])
+def test_a_call_fails_before_or_after_its_work_and_only_once(what: str, done: int) -> None:
+    interceptor = striking(f"write #2: {what}")
     did: list[Any] = []
 
-    def write():
+    def write() -> None:
         interceptor.call("write", "", lambda: did.append(1), error=lambda: ValueError("struck"))
 
     write()
@@ -62,7 +61,7 @@ def test_call_fails_once_before_or_after_its_work(fault, done):
     assert len(did) == 2 + done
 
 
-def test_full_disk_fails_all_calls_that_need_space():
+def test_on_a_full_disk_nothing_finds_room_any_more_but_what_needs_none_goes_on() -> None:
     interceptor = striking("create #1: disk full")
 
     for _ in range(2):
@@ -71,13 +70,15 @@ def test_full_disk_fails_all_calls_that_need_space():
     assert interceptor.call("remove", "", lambda: "removed") == "removed"
 
 
-def test_clock_jumps_at_the_call():
+def test_the_clock_jumps_at_the_call() -> None:
     interceptor = striking("list #1: clock behind")
     assert interceptor.call("list", "", lambda: interceptor.ahead, changes=False) == -3600.0
 
 
 @pytest.mark.parametrize(("late", "done"), [(True, [2, 1]), (False, [2])])
-def test_timed_out_call_may_take_effect_later(late, done):
+def test_a_call_hangs_past_its_time_out_and_what_it_asked_for_may_be_done_when_others_go_on(
+    late: bool, done: list[int]
+) -> None:
     interceptor = striking("send #1: timed out")
     did: list[int] = []
 
@@ -89,11 +90,14 @@ def test_timed_out_call_may_take_effect_later(late, done):
     assert [point.traits.faults for point in interceptor.seen] == ["timed out"] * 2
 
 
-def test_call_can_have_faults_of_its_own():
+def test_what_else_can_happen_to_a_call_is_its_own() -> None:
     interceptor = striking("PutObject #1: sent twice")
-    twice = mock.Mock(return_value="refused")
-    others = {Fault.SENT_TWICE: twice}
+    did: list[int] = []
 
-    assert interceptor.call("PutObject", "", lambda: "written", others=others) == "refused"
-    twice.assert_called_once_with()
-    assert [point.traits.others for point in interceptor.seen] == ["sent twice"]
+    def twice() -> str:
+        did.extend((1, 1))
+        return "refused"
+
+    came = interceptor.call("PutObject", "", lambda: "made", others={Fault.SENT_TWICE: twice})
+    assert (came, did) == ("refused", [1, 1])
+    assert [point.traits.faults for point in interceptor.seen] == ["sent twice"]

@@ -1,4 +1,4 @@
-"""Names of calls are the same in all runs, and the text of a report can be parsed."""
+"""Names of calls are the same in every run, and what a report writes can be read back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from airflow_broadway.testing.crashes.case import Case, Recovery
 from airflow_broadway.testing.crashes.points import Fault, Names, Strike
 
 
-def test_random_parts_of_names_are_numbered_by_first_use():
+def test_what_is_random_in_a_name_is_numbered_in_order_of_first_use() -> None:
     first, second = Names(), Names()
     one = [first.plain(f"{key}/manifest.json") for key in ("0c91f9f8c924", "a1b2c3d4")]
     other = [second.plain(f"{key}/manifest.json") for key in ("ffffffffffff", "99999999")]
@@ -17,7 +17,7 @@ def test_random_parts_of_names_are_numbered_by_first_use():
     assert first.plain("a1b2c3d4.json") == "<2>.json"
 
 
-def test_words_and_numbers_are_not_random():
+def test_a_word_and_a_number_are_not_random() -> None:
     assert Names().plain("part-00000.parquet of facade") == "part-00000.parquet of facade"
 
 
@@ -30,11 +30,11 @@ def test_words_and_numbers_are_not_random():
         "one/ack/1 COMMIT #2: killed after, then two/process/1 return #1: asleep after [lapse]",
     ],
 )
-def test_case_round_trips_as_text(text):
+def test_a_case_is_read_back_from_its_text(text: str) -> None:
     assert str(Case.parse(text)) == text
 
 
-def test_default_recovery_is_a_retry():
+def test_without_brackets_the_recovery_is_a_retry() -> None:
     case = Case.parse("one/process/1 return #1: error")
     assert (case.recovery, case.traffic) == (Recovery.RETRY, False)
     assert case.strikes[0].fault is Fault.ERROR
@@ -50,11 +50,11 @@ def test_default_recovery_is_a_retry():
         "one/process/1 return #1: error [never]",
     ],
 )
-def test_malformed_case_is_refused(text):
+def test_what_is_no_case_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         Case.parse(text)
 
 
-def test_unknown_fault_is_refused_with_the_list():
+def test_a_strike_that_is_none_is_told_what_there_is() -> None:
     with pytest.raises(ValueError, match="killed before, killed halfway"):
         Strike.parse("one/process/1 return #1: hit")

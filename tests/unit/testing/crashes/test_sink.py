@@ -1,4 +1,4 @@
-"""A sink is read and emptied by the user's functions in other processes."""
+"""A sink is read, and emptied, by the user's own functions in processes of their own."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ def read(tmp_path: Path, rows: Any, ids: tuple[str, ...] = ()) -> Counter[str]:
     return rows_of(lambda folder: rows, tmp_path, tmp_path / "log.txt", ids)
 
 
-def test_equal_rows_are_counted(tmp_path):
-    rows = [{"b": 1, "a": 2}, {"a": 2, "b": 1}, 3]
-    assert read(tmp_path, rows) == {'{"a": 2, "b": 1}': 2, "3": 1}
+def test_equal_rows_are_counted(tmp_path: Path) -> None:
+    assert read(tmp_path, [{"b": 1, "a": 2}, {"a": 2, "b": 1}, 3]) == {
+        '{"a": 2, "b": 1}': 2,
+        "3": 1,
+    }
 
 
-def test_message_ids_become_numbers(tmp_path):
+def test_an_id_is_told_by_its_place(tmp_path: Path) -> None:
     rows = ["tag-1", {"id": "tag-12", "file": "tag-2.json"}]
     assert read(tmp_path, rows, ("tag-1", "tag-2", "tag-12")) == {
         '"<message 1>"': 1,
@@ -33,16 +35,22 @@ def test_message_ids_become_numbers(tmp_path):
     }
 
 
-def test_database_values_are_read(tmp_path):
+def test_what_databases_return_is_read(tmp_path: Path) -> None:
     db = sqlite3.connect(":memory:")
     db.row_factory = sqlite3.Row
     row = db.execute("SELECT 1 AS n").fetchone()
-    rows = [row, Decimal("1.50"), date(2026, 1, 2), {3, 1}]
-    assert list(read(tmp_path, rows)) == ['{"n": 1}', '"1.50"', '"2026-01-02"', "[1, 3]"]
+    assert read(tmp_path, [row, Decimal("1.50"), date(2026, 1, 2), {3, 1}]) == {
+        '{"n": 1}': 1,
+        '"1.50"': 1,
+        '"2026-01-02"': 1,
+        "[1, 3]": 1,
+    }
 
 
-def test_sink_runs_in_the_case_folder_and_its_output_is_logged(tmp_path):
-    def sink(folder):
+def test_it_is_called_in_the_folder_of_the_case_and_what_it_prints_is_logged(
+    tmp_path: Path,
+) -> None:
+    def sink(folder: Path) -> list[str]:
         print("reading", flush=True)
         assert folder == Path.cwd()
         return [os.environ[FOLDER]]
@@ -52,8 +60,8 @@ def test_sink_runs_in_the_case_folder_and_its_output_is_logged(tmp_path):
     assert Path.cwd() != tmp_path
 
 
-def test_error_of_the_sink_is_reported_and_logged(tmp_path):
-    def sink(folder):
+def test_an_error_of_its_own_is_told_and_logged(tmp_path: Path) -> None:
+    def sink(folder: Path) -> list[str]:
         raise KeyError("table")
 
     with pytest.raises(ForkError, match="KeyError: 'table'"):
@@ -61,17 +69,19 @@ def test_error_of_the_sink_is_reported_and_logged(tmp_path):
     assert "Traceback" in (tmp_path / "log.txt").read_text()
 
 
-def test_value_without_json_form_is_refused(tmp_path):
-    with pytest.raises(SinkError, match="holds object, which is no JSON value"):
-        read(tmp_path, [object()])
+@pytest.mark.parametrize(
+    ("sink", "text"),
+    [
+        (lambda folder: [object()], "holds object, which is no JSON value"),
+        (lambda folder: os._exit(3), "died"),
+    ],
+)
+def test_a_sink_without_json_rows_is_refused(tmp_path, sink, text):
+    with pytest.raises(ForkError, match=text):
+        rows_of(sink, tmp_path, tmp_path / "log.txt", [])
 
 
-def test_dead_sink_process_is_reported(tmp_path):
-    with pytest.raises(SinkError, match="died"):
-        rows_of(lambda folder: os._exit(3), tmp_path, tmp_path / "log.txt", [])
-
-
-def test_sink_is_emptied(tmp_path):
+def test_a_sink_is_emptied(tmp_path: Path) -> None:
     (tmp_path / "rows").touch()
     prepare(lambda folder: (folder / "rows").unlink(), tmp_path, tmp_path / "log.txt")
     assert not (tmp_path / "rows").exists()
