@@ -30,7 +30,7 @@ REACHED = {
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
     "package": 42_700,
-    "tests and scripts": 61_900,
+    "tests and scripts": 62_530,
 }
 
 MODULE = '''"""A module.

@@ -145,10 +145,12 @@ class ProcessorPool:
         self, wait: Callable[[], float | None]
     ) -> Iterator[tuple[list[Message], ChunkResult]]:
         """Handles suspects here for which no child process could be started."""
-        self._undivided = returned = self._apart.take_back()
+        returned = self._apart.take_back()
         if returned:
+            undivided = self._undivided  # of a dispatch whose division was interrupted
+            self._undivided = [*undivided, *returned]
             self._waiting.extend(list(self._chunks(returned)))
-            self._undivided = []
+            self._undivided = undivided
             yield from self._handle_waiting(wait)
 
     def _handle_waiting(

@@ -200,7 +200,7 @@ def test_newest_runs_are_listed_and_the_rest_counted(shop, capsys):
     assert len(ran(capsys, "runs", "--json").json) == 3
     [newest] = ran(capsys, "runs", "--json", "--limit", "1").json
     assert newest["run_id"] == "run-2"
-    assert "--limit is to be at least 1" in ran(capsys, "runs", "--limit", "-1").error
+    assert "--limit: expected a number of at least 1" in ran(capsys, "runs", "--limit", "-1").error
 
 
 def test_run_is_removed_only_after_settlement(shop, capsys):

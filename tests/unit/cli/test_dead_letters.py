@@ -169,7 +169,6 @@ def test_delete_and_requeue_need_a_selection(queue, letters):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("Orders --since 2026-01-31T12:00:00", "a timestamp with its time zone"),
         ("Orders --place elsewhere", "lie with it, and not in 'elsewhere'"),
         ("Orders --conn-id no_such", "nothing beside 'path'"),
         ("Templated", "has the template queue="),

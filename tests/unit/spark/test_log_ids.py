@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from airflow_broadway.core.formats.outcome import Outcome
@@ -17,7 +18,7 @@ from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 
 #: A session without a JVM, as far as a driver uses it.
-Session: Any = type("Session", (), {"__module__": "stand.connect.in", "is_stopped": False})
+Session: Any = type("Session", (), {"sparkContext": SimpleNamespace(applicationId="app-1")})
 
 
 def outcome(planned: PlannedBatch, plan: BatchPlan) -> Outcome:

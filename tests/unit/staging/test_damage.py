@@ -112,7 +112,7 @@ def test_damaged_plan_acks_nothing(tmp_path, damage):
 def test_changed_plan_header_acks_nothing(tmp_path):
     ready = Ready(tmp_path)
     path = ready.file("plan.jsonl")
-    path.write_text(path.read_text().replace('"messages":6', '"messages":5', 1))
+    path.write_text(path.read_text().replace('"messages": 6', '"messages": 5', 1))
     with pytest.raises(StagingDamaged, match="its seal is broken"):
         ready.settlement()
 

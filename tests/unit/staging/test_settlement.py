@@ -210,17 +210,27 @@ def test_shared_batch_settles_each_generation_separately(tmp_path):
     second = publish(run, pipeline, [stream(2)], map_index=1)
     plan = planned(run, pipeline, first, second)
     [batch] = batches_of(run, plan)
-    entries, sources = [failed("m-0"), failed("m-1")], [plan.generations.index(first), None]
-    record_outcome(run, plan, batch, entries=entries, sources=sources)
+    sources = [plan.generations.index(generation) for generation in (first, second)]
+    record_outcome(run, plan, batch, entries=[failed("m-0"), failed("m-1")], sources=sources)
 
     settlements = {
         generation: build_settlement(run, generation, pipeline, [plan], final=False)[0]
         for generation in (first, second)
     }
 
-    # Then an entry that names its source is that one's, and any other goes by its id
     assert verdicts(settlements[first]) == {"m-0": "dead_letter"}
     assert verdicts(settlements[second]) == {"m-1": "dead_letter"}
+
+
+def test_entry_of_a_shared_batch_must_name_its_generation(tmp_path):
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    first = publish(run, pipeline, [stream(1)])
+    second = publish(run, pipeline, [stream(2)], map_index=1)
+    plan = planned(run, pipeline, first, second)
+    record_outcome(run, plan, batches_of(run, plan)[0], entries=[failed("m-1")])
+
+    with pytest.raises(StagingDamaged, match="'m-1' names no generation"):
+        build_settlement(run, second, pipeline, [plan], final=False)
 
 
 def test_republished_messages_carry_their_body(tmp_path):

@@ -64,7 +64,7 @@ class _Stopping(_Broken):
 def test_stop_while_waiting_is_not_an_empty_queue():
     source: Any = _Stopping()
     clock = ManualClock()
-    intake = receiving(source, clock, stop=lambda: source.reason)
+    intake = receiving(source, clock, stop_reason=lambda: source.reason)
 
     assert list(intake) == []
     assert intake.ended == "signal"
