@@ -71,9 +71,10 @@ class Store:
         self._root_id: str | None = None
 
     @classmethod
-    def open(cls, uri: str) -> Store:
+    def open(cls, uri: str, **storage_options: Any) -> Store:
         """Opens a root by its URI, e.g. ``"s3://bucket/staging"``.
 
+        :param storage_options: Options of the fsspec client.
         :raises StagingError: If fsspec has no client for it, or a path is not absolute.
         """
         from fsspec.core import url_to_fs
@@ -84,7 +85,7 @@ class Store:
                 " every worker and the Spark driver can access"
             )
         try:
-            fs, root = url_to_fs(uri)
+            fs, root = url_to_fs(uri, **storage_options)
         except (ImportError, ValueError) as error:
             raise StagingError(f"cannot open the staging folder {uri}: {error}") from error
         return cls(fs, root, uri)
