@@ -9,7 +9,7 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 640,
     "cli/": 1_280,
-    "core/": 8_070,
+    "core/": 8_075,
     "hooks/": 80,
     "operators/": 630,
     "plugin/": 1_900,

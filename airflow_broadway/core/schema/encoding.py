@@ -82,6 +82,10 @@ def encode_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
     """
 
     def encode(key: str, value: Any) -> str:
+        if type(value) is str and value.isascii():  # the common cases first
+            return value
+        if type(value) is int and -LARGE_INT < value < LARGE_INT:
+            return repr(value)
         plain = value if is_json(value) else _convert(value, f"metadata[{key!r}]", _METADATA)
         return plain if type(plain) is str else _encode(plain)
 
@@ -208,7 +212,7 @@ def _metadata_texts(
 ) -> dict[str, str]:
     texts: dict[str, str] = {}
     for key, value in metadata.items():
-        if not isinstance(key, str) or not encodable(key):
+        if not isinstance(key, str) or not (key.isascii() or encodable(key)):
             raise MisfitError("metadata", "keys that are text", describe(key))
         texts[key] = encode(key, value)
     return texts

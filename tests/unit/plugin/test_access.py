@@ -141,7 +141,9 @@ def test_user_acts_only_with_an_own_token(acting):
     good = token_for(acting, "USER")
 
     assert post(acting, "USER", good) == 200
-    forged = [None, good[:-1] + ("0" if good[-1] != "0" else "1"), "9" * 5000, "ü.ü", "²²².a"]
+    # The last character has bits that Base64 ignores.
+    changed = good[:-2] + ("0" if good[-2] != "0" else "1") + good[-1]
+    forged = [None, changed, "9" * 5000, "ü.ü", "²²².a"]
     foreign = [token_for(acting, "ADMIN"), token_for(acting, "USER", browser="c")]
     assert {post(acting, "USER", token) for token in (*forged, *foreign)} == {403}
     assert post(acting, "USER", good, **{access.CSRF_HEADER: ""}) == 403
