@@ -14,9 +14,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     calls: list[str] = []
     method = getattr(Disk, name)
 
-    def call(disk: Disk, path: str) -> Any:
+    def call(disk: Disk, path: str, *more: Any) -> Any:
         calls.append(path)
-        return method(disk, path)
+        return method(disk, path, *more)
 
     monkeypatch.setattr(Disk, name, call)
     return calls

@@ -39,11 +39,17 @@ def runs(args: argparse.Namespace) -> Result:
     store = open_existing_store(args.staging)
     if args.pipeline_name is not None:
         check_pipeline(store, args.pipeline_name)
-    summaries = list_runs(store, dag_id=args.dag_id, pipeline=args.pipeline_name)
+    limit = args.limit or (None if args.json else NEWEST)
+    summaries, total = list_runs(
+        store,
+        dag_id=args.dag_id,
+        pipeline=args.pipeline_name,
+        newest=None if args.failed else limit,
+    )
     if args.failed:
         summaries = [summary for summary in summaries if summary.trouble]
-    total = len(summaries)
-    summaries = summaries[-(args.limit or (total if args.json else NEWEST)) :]
+        total = len(summaries)
+        summaries = summaries[-(limit or total) :]
     lines = _format_runs(summaries)
     if not summaries:
         kind = "runs that need looking at" if args.failed else "staged runs"

@@ -70,25 +70,27 @@ class BroadwayBatcherOperator(BaseOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.runs.outcomes import run_again_command
-        from airflow_broadway.runs.tasks import BatchTask
+        from airflow_broadway.runs.tasks import BatchTask, reference_without_plan
 
         host, ti = Host(context), context["ti"]
+        processed = list(references(self.processed))
+        if not any(row["batchers"].get(self.batcher) for row in processed):
+            # The staging folder, which may be a bucket, is not opened for nothing.
+            ti.xcom_push(key="return_value", value=reference_without_plan(self.batcher))
+            raise AirflowSkipException(f"No message for the batcher {self.batcher!r}.")
         pipeline = host.load_pipeline(self.pipeline)
         run = host.open_run(self.staging, pipeline)
         self._task = task = BatchTask(run, pipeline, host.task, host.ports, batcher=self.batcher)
-        plan = task.plan(references(self.processed), label=f"{ti.try_number}-{ti.id}"[:40])
+        plan = task.plan(processed, label=f"{ti.try_number}-{ti.id}"[:40])
         reference = task.reference(plan)
         if plan is None or not plan.messages:
             # Pushed all the same: Airflow logs an error for a missing output.
             ti.xcom_push(key="return_value", value=reference)
-            text = f"No message for the batcher {self.batcher!r}"
-            if plan is not None:
-                text += (
-                    " that this run still holds: they are settled, or were released.  To handle"
-                    " batches again that were handled:"
-                    f" {run_again_command(run.dag_id, run.run_id)}"
-                )
-            raise AirflowSkipException(text if plan is not None else f"{text}.")
+            raise AirflowSkipException(
+                f"No message for the batcher {self.batcher!r} that this run still holds: they are"
+                " settled, or were released.  To handle batches again that were handled:"
+                f" {run_again_command(run.dag_id, run.run_id)}"
+            )
         self.log.info(
             "%s in %s, by trigger: %s.",
             many(plan.messages, "message"),

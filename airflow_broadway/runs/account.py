@@ -31,7 +31,7 @@ from airflow_broadway.staging.store import host_name
 log = logging.getLogger(__name__)
 
 #: The report's file, in the run's folder.
-REPORT: Final = "report.json"
+REPORT: Final = paths.REPORT
 #: The same as Markdown.
 REPORT_TEXT: Final = "report.md"
 #: The result of a dry run, until the report includes it.
@@ -103,8 +103,7 @@ def keep_report(
         if not totals["received"]:
             _forget(run, settled)
     # Last: if the process dies before, a sweep still finds the run and repeats this function.
-    for record in settled:
-        run.forget_open(record.generation)
+    run.forget_open(*(record.generation for record in settled))
     return report
 
 
@@ -201,10 +200,7 @@ def trouble_of(report: Mapping[str, Any], fail_when: Any = "all") -> list[str]:
 def _forget(run: StagedRun, records: Sequence[GenerationRecord]) -> None:
     """Removes an empty run's files except its report, since most runs of most queues are empty."""
     try:
-        for record in records:
-            run.forget(record.generation)
-        run.files.remove(paths.HEARTBEAT)
-        run.files.remove(LOOK)
+        run.forget([record.generation for record in records], (paths.HEARTBEAT, LOOK))
     except StagingError as error:
         log.warning("Could not remove the files of an empty run: %s", error)
 
@@ -282,14 +278,19 @@ def isolation_of(recorded: Recorded, batchers: Iterable[str]) -> dict[str, Any]:
     ``split`` counts batches and parts that were split; ``crashed`` counts dead-lettered messages.
     Empty if all are 0.
     """
+    by_batcher = {name: recorded.counted(name) for name in batchers}
+    if not any(by_batcher.values()):
+        return {}
     files = recorded.run.files
+    names = files.list("")
     deaths, interruptions = (
         sum(len(files.list(f"{kind}/{folder}")) for folder in files.list(kind))
+        if kind in names
+        else 0
         for kind in ("deaths", "interruptions")
     )
     batches = []
-    for name in batchers:
-        plans = recorded.counted(name)
+    for name, plans in by_batcher.items():
         split = sum(map(recorded.split, plans))
         crashed = sum(outcome.error.startswith(CRASHED) for outcome in recorded.handled(plans))
         if split or crashed:

@@ -21,7 +21,7 @@ from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.runs.metrics import MetricSink
 
 if TYPE_CHECKING:
-    from airflow_broadway.staging.run_folder import StagedRun
+    from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
     from airflow_broadway.staging.store import Store
 
 
@@ -112,13 +112,13 @@ def producer_env(
     )
 
 
-def open_generation(run: StagedRun, pipeline: Pipeline, lease: Lease) -> None:
+def open_generation(run: StagedRun, pipeline: Pipeline, lease: Lease) -> GenerationRecord:
     """Records durably, before the first receive, that the owner of a lease is about to receive.
 
     :raises StagingError: As :meth:`airflow_broadway.staging.run_folder.StagedRun.open_generation`.
     """
     owner = lease.owner
-    run.open_generation(
+    return run.open_generation(
         lease=lease,
         task_id=owner["task_id"],
         map_index=owner["map_index"],

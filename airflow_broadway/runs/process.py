@@ -47,7 +47,7 @@ from airflow_broadway.runs.ports import Ports, open_generation
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sources.pipelines import prepare_sink
 from airflow_broadway.staging.archive.writer import ArchiveWriter, NoArchive
-from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.run_folder import PUBLISHED, GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.writer import ProcessWriter
 
@@ -109,7 +109,7 @@ class Process:
         with closing(producer.custodian(env)) as self._custodian:  # connects on first use
             source = replace(env, stopping=lambda: bool(self._stop.reason()))
             with closing(producer.source(source)) as self._source:
-                open_generation(self.staged, self.pipeline, self._source.lease)
+                record = open_generation(self.staged, self.pipeline, self._source.lease)
                 try:
                     manifest = self._pull()
                 except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
@@ -123,7 +123,7 @@ class Process:
                     raise
             # No other task settles a pipeline without batchers or an empty run.
             if not (manifest.received and self.pipeline.batchers):
-                self._settle(manifest)
+                self._settle(record, manifest)
         # Messages that the source dead-lettered before any callback are not counted as received.
         dead_lettered = sum(manifest.lease["state"].get("set_aside", {}).values())
         return {**({"set_aside": dead_lettered} if dead_lettered else {}), **manifest.reference()}
@@ -321,8 +321,8 @@ class Process:
             log.warning("%s", dropped_line(manifest.dropped))
         return manifest
 
-    def _settle(self, manifest: Manifest) -> None:
-        record = self.staged.generation(manifest.generation)
+    def _settle(self, record: GenerationRecord, manifest: Manifest) -> None:
+        record = replace(record, state=PUBLISHED)
         settled = settle(self.staged, record, self.pipeline, lambda: self._custodian, batchers=())
         report = settled.report
         log.info("%s", settled_line(report))

@@ -259,7 +259,8 @@ class UnstagedTask(PullTask):
             # With @continuous there are thousands of runs a day, most of them empty.  A later try
             # may have files of earlier tries, which are removed with the run.
             try:
-                run.forget(report.generation)
+                run.forget([report.generation])
+                run.forget_open(report.generation)
             except StagingError as error:
                 log.warning("Could not remove the files of an empty run: %s", error)
             return
@@ -292,6 +293,11 @@ class UnstagedTask(PullTask):
             failed_tasks=[self.task.task_id] if failed else [],
             at=now,
         )
+
+
+def reference_without_plan(batcher: str) -> dict[str, Any]:
+    """Returns the reference of a batcher's task without messages."""
+    return {"plan": None, "batcher": batcher, "messages": 0, "batches": 0}
 
 
 @dataclass
@@ -405,7 +411,7 @@ class BatchTask:
     def reference(self, plan: BatchPlan | None) -> dict[str, Any]:
         """Returns the reference of a plan for later tasks; no payload."""
         if plan is None or not plan.messages:
-            return {"plan": None, "batcher": self.batcher, "messages": 0, "batches": 0}
+            return reference_without_plan(self.batcher)
         return {
             "plan": plan.path,
             "root_id": plan.root_id,

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,8 @@ class RunWatcher:
         self._hold = Hold(self.staged, ",".join(sorted(self.task_ids or ())), clock)
         self._custodians = self.custodians()
         self._recorded = Recorded(self.staged)
+        #: The generations by the last settlement.
+        self._records: list[GenerationRecord] | None = None
         self._metrics = Metrics(
             self.ports.metrics, pipeline=self.pipeline.name, dag_id=self.staged.dag_id
         )
@@ -91,7 +93,8 @@ class RunWatcher:
         :returns: The run's report; ``None`` to poke again.
         :raises BroadwayError: If a generation could not be settled; poke again.
         """
-        self.heartbeat.beat()
+        if not over:  # afterwards no task reads it
+            self.heartbeat.beat()
         waits = not over
         if over and failed:
             waits = self._hold.is_on(hold_failed, failed, self._unsettled())
@@ -149,12 +152,15 @@ class RunWatcher:
         """
         first: BroadwayError | None = None
         self._recorded = Recorded(self.staged)
-        records = self._unsettled()
+        self._records = self._generations()
+        records = [record for record in self._records if record.state != SETTLED]
         with self._renewing(records) as renewing:
             for record in records:
                 with log_ids(generation=record.generation):
                     try:
-                        self._settle(record, renewing, final=final, over=over)
+                        if self._settle(record, renewing, final=final, over=over):
+                            place = self._records.index(record)
+                            self._records[place] = replace(record, state=SETTLED)
                     except BroadwayError as error:
                         log.error(
                             "Could not settle generation %s of %s: %s",
@@ -168,7 +174,9 @@ class RunWatcher:
 
     def _settle(
         self, record: GenerationRecord, renewing: _Renewing, *, final: bool, over: bool
-    ) -> None:
+    ) -> bool:
+        """Settles a generation if it is complete or ``final``; returns whether it is settled."""
+
         def custodian() -> Custodian:
             renewing.leave(record.generation)
             return self._custodians.of(record)
@@ -183,6 +191,7 @@ class RunWatcher:
                 settled_line(settled.report),
             )
             self._metrics.settled(settled.report + settled.settled_now)
+        return settled is not None
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
@@ -284,7 +293,7 @@ class RunWatcher:
         """
         # Outcomes recorded after the settlement do not count.
         recorded, run = self._recorded, self.staged
-        records = self._generations()
+        records = self._generations() if self._records is None else self._records
         look = None if records else kept_report(run, LOOK)
         missing = unseen(run, processed, settles_itself=not self.pipeline.batchers)
         before = None if records or look or missing else kept_report(run)
@@ -292,7 +301,8 @@ class RunWatcher:
             if before["balanced"]:
                 mark_balanced(run)  # its writer may have died before marking it
             return {**before, "failed_tasks": list(failed_tasks)}
-        if not run.files.exists(REPORT):
+        planned = any(recorded.counted(batcher) for batcher in self.pipeline.batchers)
+        if planned and not run.files.exists(REPORT):
             self._count_batches(recorded)
         return keep_report(
             run,

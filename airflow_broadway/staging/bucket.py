@@ -7,6 +7,7 @@ It relies on two guarantees of object stores: an upload is atomic, and a conditi
 from __future__ import annotations
 
 import inspect
+import io
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,10 +18,12 @@ from typing import IO, Any
 from fsspec.spec import AbstractBufferedFile
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.files import object_names, put_new
+from airflow_broadway.core.formats.files import object_exists, object_names, put_new, remove_objects
 
 #: Bytes of an upload part, which is held in memory; S3 allows 10,000 parts, so 80 GiB per file.
 PART = 8 * 1024 * 1024
+#: Files below this size in bytes are read whole, with one request.
+SMALL = 4 * 1024 * 1024
 
 
 class BucketSink:
@@ -81,13 +84,12 @@ class Bucket:
 
     def exists(self, path: str) -> bool:
         self._forget(path)
-        exists: bool = self._fs.exists(path)
-        return exists
+        return object_exists(self._fs, path)
 
-    def list(self, path: str) -> list[str]:
+    def list(self, path: str, until: str | None = None) -> list[str]:
         self._forget(path)
         try:
-            names = object_names(self._fs, path)
+            names = object_names(self._fs, path, until)
         except FileNotFoundError:
             return []
         return sorted(name for name in names if not name.startswith("."))
@@ -129,17 +131,29 @@ class Bucket:
 
     def source(self, path: str) -> IO[bytes]:
         self._forget(path)
+        head = self._read_head(path)
+        if len(head) < SMALL:  # one request instead of one for the size and one per range
+            return io.BytesIO(head)
         # Parquet reads whole columns of a row group and coalesces adjacent reads itself.
         file: IO[bytes] = self._fs.open(path, "rb", cache_type="none")
         return file
 
+    def _read_head(self, path: str) -> bytes:
+        try:
+            head: bytes = self._fs.cat_file(path, start=0, end=SMALL)
+        except OSError as error:
+            if "InvalidRange" not in f"{error!r} {error.__cause__!r}":
+                raise
+            return b""  # an empty object has no first byte
+        return head
+
     def copy(self, path: str, target: str) -> None:
         self._fs.cp_file(path, target)
 
-    def remove(self, path: str) -> None:
-        with suppress(FileNotFoundError):
-            self._fs.rm_file(path)
-        self._forget(path)
+    def remove(self, *paths: str) -> None:
+        remove_objects(self._fs, paths)
+        for path in paths:
+            self._forget(path)
 
     def remove_temporary(self, path: str, before: float, *, below: bool) -> None:
         """Does nothing: an object is written atomically under its final name."""

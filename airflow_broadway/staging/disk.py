@@ -90,7 +90,7 @@ class Disk:
     def exists(self, path: str) -> bool:
         return os.path.exists(path)
 
-    def list(self, path: str) -> list[str]:
+    def list(self, path: str, until: str | None = None) -> list[str]:
         try:
             return sorted(name for name in os.listdir(path) if not name.startswith("."))
         except (FileNotFoundError, NotADirectoryError):
@@ -138,9 +138,10 @@ class Disk:
             with open(path, "rb") as old:
                 self.create(target, iter(lambda: old.read(_BLOCK), b""))
 
-    def remove(self, path: str) -> None:
-        with suppress(FileNotFoundError):
-            os.remove(path)
+    def remove(self, *paths: str) -> None:
+        for path in paths:
+            with suppress(FileNotFoundError):
+                os.remove(path)
 
     def remove_temporary(self, path: str, before: float, *, below: bool) -> None:
         for folder, folders, names in os.walk(path):

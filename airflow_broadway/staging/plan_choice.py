@@ -270,17 +270,13 @@ class Recorded:
         return checked(lines if lines[-1] else lines[:-1], total, path)
 
 
-def planned_elsewhere(run: StagedRun, batcher: str, inputs: str) -> set[str]:
-    """Returns the generations in a batcher's plans of other inputs.
-
-    :param inputs: The name of the folder ``batches/<batcher>/<inputs>`` to exclude.
-    """
-    top = f"batches/{batcher}"
+def planned_in(run: StagedRun, folders: Iterable[str]) -> set[str]:
+    """Returns the generations in the plans of folders ``batches/<batcher>/<inputs>``."""
     seen: set[str] = set()
-    for other in run.files.list(top):
-        for name in run.files.list(f"{top}/{other}") if other != inputs else ():
+    for folder in folders:
+        for name in run.files.list(folder):
             try:
-                seen.update(BatchPlan.read(run.files, f"{top}/{other}/{name}")[0].generations)
+                seen.update(BatchPlan.read(run.files, f"{folder}/{name}")[0].generations)
             except FileNotFoundError:  # never finished
                 continue
     return seen

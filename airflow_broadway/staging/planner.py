@@ -32,7 +32,7 @@ from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.batching import Batching
 from airflow_broadway.staging.merge_generations import SOURCE, merged, only_bytes
-from airflow_broadway.staging.plan_choice import Recorded, planned_elsewhere
+from airflow_broadway.staging.plan_choice import Recorded, planned_in
 from airflow_broadway.staging.plan_data_files import DataFiles
 from airflow_broadway.staging.run_folder import OPENED, StagedRun
 from airflow_broadway.staging.store import host_name
@@ -71,7 +71,9 @@ def plan_batches(
     """
     manifests = _read_published(run, batcher, generations)
     folder = folder_of(batcher, [manifest.generation for manifest in manifests])
-    standing = Recorded(run).standing_in(folder)
+    top, _, inputs = folder.rpartition("/")
+    planned = run.files.list(top)
+    standing = Recorded(run).standing_in(folder) if inputs in planned else None
     if standing is not None:
         log.info(
             "batcher %r: the plan %s stands; %d of its %s have an outcome",
@@ -81,7 +83,7 @@ def plan_batches(
             many(standing[1].batches, "batch"),
         )
         return standing[1]
-    seen = planned_elsewhere(run, batcher, folder.rpartition("/")[2])
+    seen = planned_in(run, [f"{top}/{name}" for name in planned if name != inputs])
     # Sources whose messages may have been handled in batches of another plan.
     again = [index for index, manifest in enumerate(manifests) if manifest.generation in seen]
     path = f"{folder}/{new_name(run, try_label)}"

@@ -83,28 +83,46 @@ def sweep_retention(
         if run_id is None or run_id in spared:
             continue
         run = StagedRun(store, pipeline=pipeline, dag_id=dag_id, run_id=run_id, clock=clock)
+        if _reported_at(run) >= before:  # it was cleared, and a later mark counts
+            folder.remove(*(f"{BALANCED}/{name}" for name in names))
+            continue
         records = run.generations()
         if run_id in unsettled or any(record.state != SETTLED for record in records):
             log.warning("run %r was marked balanced but has an unsettled generation: kept", run_id)
             continue
         _remove_files(run, records)
         # Marks are removed last: if the process dies before, the next sweep finds them.
-        for name in names:
-            folder.remove(f"{BALANCED}/{name}")
+        folder.remove(*(f"{BALANCED}/{name}" for name in names))
         removed.append(run_id)
     return removed
 
 
 def _find_due_marks(folder: Folder, before: datetime) -> list[list[str]]:
-    """Returns the names of each run's marks, for runs whose last mark is older, oldest first."""
+    """Returns the names of each run's marks that are older, oldest run first.
+
+    They are listed in order of time: the number of later ones does not matter.
+    """
     marks: dict[str, list[str]] = {}
-    for name in folder.list(BALANCED):
-        mark = _MARK.fullmatch(name)
-        if mark is not None:  # otherwise a foreign file
-            marks.setdefault(mark[2], []).append(name)
-    # For a run that was cleared and balanced again, the last mark counts.
     stamp = before.astimezone(UTC).strftime(_STAMP)
-    return [names for names in marks.values() if names[-1] < stamp]
+    for name in folder.list(BALANCED, until=stamp):
+        mark = _MARK.fullmatch(name)
+        if mark is not None and name < stamp:  # otherwise a foreign file
+            marks.setdefault(mark[2], []).append(name)
+    return list(marks.values())
+
+
+def _reported_at(run: StagedRun) -> datetime:
+    """Returns the time of a run's report, which precedes its last mark."""
+    try:
+        return datetime.fromisoformat(json.loads(run.files.read(paths.REPORT))["at"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return datetime.min.replace(tzinfo=UTC)
+
+
+def balanced_runs(folder: Folder) -> dict[str, str]:
+    """Returns the folder names of a Dag's balanced runs, with a sortable time of the last mark."""
+    marks = filter(None, map(_MARK.fullmatch, folder.list(BALANCED)))
+    return {mark[2]: mark[1] for mark in marks}
 
 
 def _run_id(folder: Folder, mark: str) -> str | None:
@@ -131,7 +149,7 @@ def remove_run(run: StagedRun) -> None:
 def _remove_files(run: StagedRun, records: Iterable[GenerationRecord]) -> None:
     # If the process dies meanwhile, a record without its folder would count as unsettled and keep
     # the run forever: so records are removed first, and before them their copies on the list.
-    for record in records:
-        run.forget_open(record.generation)
-        run.files.remove(paths.generation(record.generation))
+    generations = [record.generation for record in records]
+    run.forget_open(*generations)
+    run.files.remove(*map(paths.generation, generations))
     run.files.remove_all()

@@ -123,6 +123,8 @@ class StagedRun:
         #: Relative to the root.
         self.path = f"{self.dag.path}/{encode_name(run_id)}"
         self.files = store.folder(self.path)
+        #: The texts of files that are never modified, by path.
+        self._read: dict[str, str] = {}
 
     def __repr__(self) -> str:
         return f"StagedRun({self.store.uri!r}, {self.path!r})"
@@ -149,8 +151,9 @@ class StagedRun:
         :raises StagingError: If it cannot be written, the generation was opened before, or another
             Airflow has an unsettled generation in this run's folder.
         """
-        self._check_airflow()
-        earlier = [row for row in self.generations([task_id]) if row.map_index == map_index]
+        records = self._records()
+        self._check_airflow(records)
+        earlier = [row for row in records if (row.task_id, row.map_index) == (task_id, map_index)]
         record = GenerationRecord(
             generation=lease.generation,
             pipeline=self.pipeline,
@@ -174,15 +177,16 @@ class StagedRun:
         # A client that gets no response retries and finds the file that it wrote itself.
         if not self.files.create(path, text) and self.files.read(path) != text:
             raise StagingError(f"generation {record.generation} was opened before")
+        self._read[path] = text
         return record
 
     def is_foreign(self, record: GenerationRecord) -> bool:
         """Whether another Airflow deployment, which knows its run's state, opened a generation."""
         return record.airflow != self.airflow
 
-    def _check_airflow(self) -> None:
-        for record in self.generations():
-            if self.is_foreign(record) and record.state != SETTLED:
+    def _check_airflow(self, records: Iterable[GenerationRecord]) -> None:
+        for record in records:
+            if self.is_foreign(record) and self.state(record.generation) != SETTLED:
                 raise StagingError(
                     f"the folder {self.store.uri}/{self.path} has the unsettled generation"
                     f" {record.generation} of another Airflow ({record.airflow!r}, host"
@@ -193,26 +197,51 @@ class StagedRun:
 
     def generations(self, task_ids: Collection[str] | None = None) -> list[GenerationRecord]:
         """Lists all generations of the run, or those of some tasks, oldest first."""
-        records = [
-            self.generation(name) for name in generations_in(self.files.list(paths.GENERATIONS))
+        return [
+            dataclasses.replace(record, state=self.state(record.generation))
+            for record in self._records()
+            if task_ids is None or record.task_id in task_ids
         ]
-        selected = [record for record in records if task_ids is None or record.task_id in task_ids]
-        return sorted(selected, key=_age)
+
+    def _records(self) -> list[GenerationRecord]:
+        """Reads the records of all generations, oldest first, without their states."""
+        names = generations_in(self.files.list(paths.GENERATIONS))
+        return sorted(map(self._record, names), key=_age)
 
     def generation(self, generation: str) -> GenerationRecord:
         """Reads one generation.
 
         :raises StagingError: If it was never opened in this run.
         """
+        record = self._record(generation)
+        return dataclasses.replace(record, state=self.state(generation))
+
+    def _record(self, generation: str) -> GenerationRecord:
         path = paths.generation(generation)
         try:
-            text = self.files.read(path)
+            text = self.read_once(path)
         except FileNotFoundError:
             raise StagingError(
                 f"run {self.run_id!r} of {self.dag_id!r} has no generation {generation} under"
                 f" {self.store.uri}"
             ) from None
-        return GenerationRecord.loads(text, path, self.state(generation))
+        return GenerationRecord.loads(text, path)
+
+    def read_once(self, path: str) -> str:
+        """Reads a file that is never modified, or returns its text if it was read before.
+
+        :raises FileNotFoundError: If there is none.
+        """
+        if path not in self._read:
+            self._read[path] = self.files.read(path)
+        return self._read[path]
+
+    def create_once(self, path: str, text: str) -> bool:
+        """Creates a file that is never modified; returns whether this call wrote it."""
+        created = self.files.create(path, text)
+        if created:
+            self._read[path] = text
+        return created
 
     def state(self, generation: str) -> str:
         """Determines the state of a generation; see :class:`GenerationRecord`."""
@@ -235,7 +264,7 @@ class StagedRun:
         """
         path = paths.manifest(generation)
         try:
-            text = self.files.read(path)
+            text = self.read_once(path)
         except FileNotFoundError:
             return None
         manifest = Manifest.loads(text, path)
@@ -256,7 +285,7 @@ class StagedRun:
                 f"generation {manifest.generation} was settled before it was complete: a newer"
                 " execution of its task, or a sweep, released its messages"
             )
-        return self.files.create(paths.manifest(manifest.generation), manifest.dumps())
+        return self.create_once(paths.manifest(manifest.generation), manifest.dumps())
 
     def lease(self, generation: str | GenerationRecord) -> Lease:
         """Reads the lease as last renewed, or else the one in the record.
@@ -281,22 +310,28 @@ class StagedRun:
         value = {**lease.to_json(), "version": VERSION, "release": __version__}
         self.files.replace(paths.lease(lease.generation), json.dumps(value))
 
-    def forget(self, generation: str) -> None:
-        """Removes the files of a settled generation without messages."""
-        self.files.remove(paths.generation(generation))
-        self.store.folder(f"{self.path}/{generation}").remove_all()
-        # Last: if the process dies before, a sweep removes the rest.
-        self.forget_open(generation)
+    def forget(self, generations: Collection[str], others: Iterable[str] = ()) -> None:
+        """Removes the files of settled generations without messages.
 
-    def forget_open(self, generation: str) -> None:
-        """Removes a generation with a settlement and a report from the list of open ones.
+        Call :meth:`forget_open` afterwards: if the process dies before, a sweep removes the rest.
 
-        If that fails it stays on the list, and sweeps write the report of its run again.
+        :param others: Other files of the run to remove.
+        """
+        self.files.remove(*map(paths.generation, generations), *others)
+        for generation in generations:
+            self.store.folder(f"{self.path}/{generation}").remove_all()
+        self._read.clear()
+
+    def forget_open(self, *generations: str) -> None:
+        """Removes generations with a settlement and a report from the list of open ones.
+
+        If that fails they stay on the list, and sweeps write the report of their run again.
         """
         try:
-            self.dag.remove(f"{OPEN}/{generation}.json")
+            self.dag.remove(*(f"{OPEN}/{generation}.json" for generation in generations))
         except StagingError as error:
-            log.warning("generation %s is complete but stays on the list: %s", generation, error)
+            names = ", ".join(generations)
+            log.warning("generations %s are complete but stay on the list: %s", names, error)
 
 
 def generations_in(names: Iterable[str]) -> list[str]:

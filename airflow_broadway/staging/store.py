@@ -257,9 +257,13 @@ class Folder:
         with translated(f"look for {path}", self.store.uri):
             return self._backend.exists(self.full(path))
 
-    def list(self, folder: str) -> list[str]:
+    def list(self, folder: str, until: str | None = None) -> list[str]:
+        """Lists a folder's names, sorted.
+
+        :param until: Names after this one may be omitted, which saves requests to a bucket.
+        """
         with translated(f"list {folder}", self.store.uri):
-            return self._backend.list(self.full(folder))
+            return self._backend.list(self.full(folder), until)
 
     def modified(self, path: str) -> float | None:
         with translated(f"look at {path}", self.store.uri):
@@ -317,10 +321,10 @@ class Folder:
         with translated(f"copy {path}", self.store.uri):
             self._backend.copy(self.full(path), folder.full(target))
 
-    def remove(self, path: str) -> None:
-        """Removes a file if it exists."""
-        with translated(f"remove {path}", self.store.uri):
-            self._backend.remove(self.full(path))
+    def remove(self, *paths: str) -> None:
+        """Removes those of these files that exist, in any order."""
+        with translated(f"remove {', '.join(paths)}", self.store.uri):
+            self._backend.remove(*map(self.full, paths))
 
     def remove_temporary(self, folder: str, before: datetime, *, below: bool = False) -> None:
         """Removes temporary files of dead writers that were last written before a timestamp.

@@ -10,19 +10,42 @@ from typing import Any
 
 import pyarrow as pa
 
+from airflow_broadway.producers.sqlite import SqliteQueue
 from tests.benchmarks.figures import Figures, folder_of_its_own
-from tests.s3_runs import requests_of_a_run
+from tests.s3_runs import put_past_runs, requests_of_a_run, requests_of_tasks
 from tests.s3_server import s3_server
 
 #: Messages, and messages in a batch.
 SIZES = ((100_000, 1_000), (100_000, 100), (10_000, 10))
+#: Past runs in the bucket.
+PAST = (10, 1_000, 10_000)
 
 
 def bench_s3(sizes: tuple[tuple[int, int], ...] = SIZES) -> Figures:
     """The figures of staging on S3, for ``build/bench.json``."""
     pa.array([1])  # where pandas is installed, Arrow imports it now
     with s3_server() as server:
-        return [figure for size in sizes for figure in _figures(server, *size)]
+        figures = [figure for size in sizes for figure in _figures(server, *size)]
+        return figures + [figure for past in PAST for figure in _growth(server, past)]
+
+
+def _growth(server: Any, past: int) -> Figures:
+    """Counts the requests of runs of two producers, after a number of past runs."""
+    figures: Figures = []
+    uri = server.root()
+    put_past_runs(uri, past)
+    with folder_of_its_own() as folder, SqliteQueue(folder / "queue.db", "sums") as queue:
+        queue.create()
+        requests_of_tasks(server, uri, folder, "first", messages=0, batch_size=1)
+        for name, messages in (("empty", 0), ("100k", 100_000)):
+            for start in range(0, messages, 10_000):
+                queue.send([b"%d" % number for number in range(start, start + 10_000)])
+            steps = requests_of_tasks(
+                server, uri, folder, name, messages=messages, batch_size=17_000
+            )
+            total = sum(requests.total() for requests in steps.values())
+            figures.append(_requests(f"s3.requests.{name}.past_{past}", total))
+    return figures
 
 
 def _figures(server: Any, messages: int, batch_size: int) -> Figures:

@@ -101,7 +101,7 @@ def look(folder: str, message_id: str) -> Any:
     """What can be seen of the runs, and of one message."""
     store = Store.open(f"file://{folder}/staging")
     return {
-        "runs": [asdict(run) for run in list_runs(store)],
+        "runs": [asdict(run) for run in list_runs(store)[0]],
         "places": [asdict(story.place) for story in find_message(iter_runs(store), message_id)],
     }
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from airflow_broadway.producers.sqlite import SqliteQueue
+from airflow_broadway.runs.reading.runs import list_runs
 from airflow_broadway.testing import ManualClock
-from tests.s3_runs import Small, requests_of_a_run
+from tests.s3_runs import Small, put_past_runs, requests_of_a_run, requests_of_tasks
 from tests.s3_server import Requests, S3Server, s3_server
 from tests.unit.runs.steps import Run
 
@@ -91,3 +93,38 @@ def test_a_cleared_batcher_reads_merged_records(server, tmp_path):
     assert requests.of(part="/outcomes/") == requests.of("GET", part="/gathered-") == 1
     assert requests.of("PUT") == 2  # the file of this try, and that it ended
     assert requests.total() < 20
+
+
+@pytest.mark.parametrize(("messages", "most"), [(0, 60), (120, 120)])
+def test_requests_do_not_grow_with_past_runs(server, tmp_path, messages, most):
+    counts = {}
+    for past in (10, 1_010):
+        uri, folder = server.root(), tmp_path / str(past)
+        put_past_runs(uri, past)
+        server.store(uri).root_id()  # made by the first run of all
+        folder.mkdir()
+        with SqliteQueue(folder / "queue.db", "sums") as queue:
+            queue.create()
+            queue.send([b"%d" % number for number in range(messages)])
+        found = requests_of_tasks(server, uri, folder, "run", messages=messages, batch_size=20)
+        counts[past] = {step: requests.total() for step, requests in found.items()}
+        print(past, counts[past])
+
+    # A batch task checks its right once a second: the others' requests are a fixed number
+    for steps in counts.values():
+        assert sum(steps.values()) <= most
+        steps.pop("batch", None)
+    assert counts[10] == counts[1_010]
+
+
+def test_the_newest_runs_are_read_without_the_others(server, tmp_path):
+    uri = server.root()
+    put_past_runs(uri, 1_010)
+
+    with server.counted() as requests:
+        rows, total = list_runs(server.store(uri), newest=2)
+
+    assert ([row.run_id for row in rows], total) == (["past-1", "past-0"], 1_010)
+    # The pipelines, their Dags, 1,010 runs and marks, and what two runs have
+    assert requests.of("LIST") == 1 + 1 + 2 + 2 + 2 * 2
+    assert requests.of("GET") == 2 * 2

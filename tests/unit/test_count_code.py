@@ -8,15 +8,15 @@ from scripts.count_code import count_code, rooms_of_project
 #: one only with a reason in its message.
 REACHED = {
     "adapters/": 640,
-    "cli/": 1_280,
-    "core/": 8_075,
+    "cli/": 1_290,
+    "core/": 8_105,
     "hooks/": 80,
     "operators/": 630,
     "plugin/": 1_900,
-    "runs/": 4_750,
+    "runs/": 4_780,
     "sensors/": 330,
     "spark/": 1_390,
-    "staging/": 4_120,
+    "staging/": 4_160,
     "submit/": 460,
     "testing/": 3_605,
     "triggers/": 170,
@@ -29,8 +29,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 42_700,
-    "tests and scripts": 62_530,
+    "package": 40_815,
+    "tests and scripts": 62_580,
 }
 
 MODULE = '''"""A module.

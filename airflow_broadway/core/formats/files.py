@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -24,6 +24,9 @@ TEMPORARY = ".tmp-"
 
 #: Errors of file systems that cannot sync a folder, and need not.
 _FOLDERS_NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP)
+
+#: Objects that one request to S3 may remove.
+_PAGE = 1_000
 
 
 class Files(Protocol):
@@ -325,7 +328,7 @@ def put_new(fs: Any, path: str, data: bytes) -> bool:
             if not _is_conflict(error):
                 raise
             fs.invalidate_cache(path.rpartition("/")[0])
-            if fs.exists(path):
+            if object_exists(fs, path):
                 return False
         else:
             return True
@@ -342,13 +345,51 @@ def _is_conflict(error: Exception) -> bool:
     return "ConditionalRequestConflict" in str(error)
 
 
-def object_names(fs: Any, path: str) -> set[str]:
+def object_exists(fs: Any, path: str) -> bool:
+    """Returns whether a store has an object.
+
+    On S3 that is one request.  ``S3FileSystem.exists`` also lists a missing object as a folder.
+
+    :param fs: The store's fsspec file system.
+    """
+    if not hasattr(fs, "call_s3"):
+        return bool(fs.exists(path))
+    bucket, key, _ = fs.split_path(path)
+    try:
+        fs.call_s3("head_object", Bucket=bucket, Key=key, **fs.req_kw)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def remove_objects(fs: Any, paths: Sequence[str]) -> None:
+    """Removes objects of a store that exist; on S3 with one request per 1,000 objects.
+
+    :param fs: The store's fsspec file system.
+    :raises OSError: If the store refuses to remove one.
+    """
+    if not hasattr(fs, "call_s3"):
+        for path in paths:
+            with suppress(FileNotFoundError):
+                fs.rm_file(path)
+        return
+    for start in range(0, len(paths), _PAGE):
+        bucket = fs.split_path(paths[start])[0]
+        keys = [{"Key": fs.split_path(path)[1]} for path in paths[start : start + _PAGE]]
+        request = {"Bucket": bucket, "Delete": {"Objects": keys, "Quiet": True}}
+        errors = fs.call_s3("delete_objects", **request, **fs.req_kw).get("Errors")
+        if errors:
+            raise OSError(f"{errors[0]['Key']}: {errors[0]['Code']}: {errors[0]['Message']}")
+
+
+def object_names(fs: Any, path: str, until: str | None = None) -> set[str]:
     """Returns the names in a folder of a store; empty for a missing folder.
 
     On S3 that is one request per 1,000 names.  ``S3FileSystem.ls`` also lists the parent of an
     empty folder: a Dag with 10,000 runs would cost ten further requests.
 
     :param fs: The store's fsspec file system.
+    :param until: Names after this one may be omitted; on S3 they are not requested.
     :raises FileNotFoundError: From some clients, if there is no such folder.
     """
     if not hasattr(fs, "call_s3"):
@@ -363,6 +404,7 @@ def object_names(fs: Any, path: str) -> set[str]:
         keys = [entry["Key"] for entry in page.get("Contents", ())]
         keys += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
         names |= {name[len(prefix) :].rstrip("/") for name in keys}
-        if not page.get("IsTruncated"):
+        past = until is not None and any(key[len(prefix) :] > until for key in keys)
+        if past or not page.get("IsTruncated"):
             return names - {""}
         request["ContinuationToken"] = page["NextContinuationToken"]

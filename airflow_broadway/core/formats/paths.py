@@ -6,6 +6,7 @@ from __future__ import annotations
 
 HEARTBEAT = "heartbeat.json"
 GENERATIONS = "generations"
+REPORT = "report.json"
 
 
 def generation(generation: str) -> str:

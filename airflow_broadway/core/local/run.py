@@ -265,7 +265,7 @@ class LocalRun:
         return self.report
 
     def pull(
-        self, budget: Budget, *, on_lease: Callable[[Lease], None] = lambda lease: None
+        self, budget: Budget, *, on_lease: Callable[[Lease], object] = lambda lease: None
     ) -> RunReport:
         """Handles messages of the producer's source within ``budget``; see :func:`run_local`.
 

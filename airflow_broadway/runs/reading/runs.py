@@ -13,7 +13,7 @@ from airflow_broadway.core.formats import paths
 from airflow_broadway.runs.account import REPORT, kept_report, summarize_trouble
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.names import encode_name, readable_name
-from airflow_broadway.staging.retention import KEEP
+from airflow_broadway.staging.retention import KEEP, balanced_runs
 from airflow_broadway.staging.run_folder import (
     OPENED,
     PUBLISHED,
@@ -73,16 +73,18 @@ def iter_runs(
 
     :raises StagingError: If the root cannot be read.
     """
-    names = _folders(store, "") if pipeline is None else [encode_name(pipeline)]
-    for name in names:
-        dags = _folders(store, name) if dag_id is None else [encode_name(dag_id)]
-        for dag in dags:
-            path = f"{name}/{dag}"
-            run_folders = _folders(store, path) if run_id is None else [encode_name(run_id)]
-            for run_folder in run_folders:
-                run = _identify_run(store, store.folder(f"{path}/{run_folder}"))
-                if run is not None:
-                    yield run
+    for dag in _dag_folders(store, dag_id, pipeline):
+        run_folders = _folders(store, dag.path) if run_id is None else [encode_name(run_id)]
+        for run_folder in run_folders:
+            run = _identify_run(store, store.folder(f"{dag.path}/{run_folder}"))
+            if run is not None:
+                yield run
+
+
+def _dag_folders(store: Store, dag_id: str | None, pipeline: str | None) -> Iterator[Folder]:
+    for name in _folders(store, "") if pipeline is None else [encode_name(pipeline)]:
+        for dag in _folders(store, name) if dag_id is None else [encode_name(dag_id)]:
+            yield store.folder(f"{name}/{dag}")
 
 
 def check_pipeline(store: Store, name: str) -> None:
@@ -154,11 +156,34 @@ def find_run(store: Store, dag_id: str, run_id: str, pipeline: str | None = None
 
 
 def list_runs(
-    store: Store, *, dag_id: str | None = None, pipeline: str | None = None
-) -> list[RunSummary]:
-    """Lists the staged runs, oldest first."""
-    summaries = map(summary_of, iter_runs(store, dag_id=dag_id, pipeline=pipeline))
-    return sorted(summaries, key=lambda row: (row.opened_at, row.dag_id, row.run_id))
+    store: Store,
+    *,
+    dag_id: str | None = None,
+    pipeline: str | None = None,
+    newest: int | None = None,
+) -> tuple[list[RunSummary], int]:
+    """Lists the staged runs, oldest first, and counts all of them.
+
+    :param newest: The number of runs to read, which are those that balanced last, and those that
+        have not balanced; ``None`` for all.
+    """
+    folders = [
+        (folder, name)
+        for folder in _dag_folders(store, dag_id, pipeline)
+        for name in _folders(store, folder.path)
+    ]
+    marks: dict[tuple[str, str], str] = {}
+    if newest is not None:
+        for folder in {folder.path: folder for folder, _ in folders}.values():
+            marks |= {(folder.path, run): at for run, at in balanced_runs(folder).items()}
+    by_time = sorted(folders, key=lambda pair: marks.get((pair[0].path, pair[1]), "~"))
+    runs = (
+        _identify_run(store, store.folder(f"{folder.path}/{name}"))
+        for folder, name in by_time[-newest if newest else 0 :]
+    )
+    summaries = (summary_of(run) for run in runs if run is not None)
+    rows = sorted(summaries, key=lambda row: (row.opened_at, row.dag_id, row.run_id))
+    return rows, len(folders)
 
 
 def summary_of(run: StagedRun) -> RunSummary:

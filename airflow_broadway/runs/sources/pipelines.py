@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -51,8 +52,9 @@ def with_source(pipeline: Pipeline, source: RunSource) -> Pipeline:
 def source_of(run: StagedRun, generations: Collection[str]) -> RunSource:
     """Reads the source of generations of a run that were planned together."""
     for name in generations:
-        if run.files.exists(paths.generation(name)):
-            return RunSource.from_json(run.generation(name).source)
+        with suppress(FileNotFoundError):
+            path = paths.generation(name)
+            return RunSource.from_json(GenerationRecord.loads(run.read_once(path), path).source)
     return RunSource()
 
 

@@ -61,7 +61,7 @@ def settled_journal(run: StagedRun, generation: str) -> SettlementJournal | None
     """Reads the journal of a generation; ``None`` while it is not settled."""
     path = paths.settled(generation)
     try:
-        value: dict[str, Any] = json.loads(run.files.read(path))
+        value: dict[str, Any] = json.loads(run.read_once(path))
     except FileNotFoundError:
         return None
     check_version(value, path)
@@ -106,7 +106,7 @@ def record_settled(
         received=progress.received or None,
         settled_now=progress.settled_now.to_json(),
     )
-    if not run.files.create(paths.settled(record.generation), text):
+    if not run.create_once(paths.settled(record.generation), text):
         log.info("generation %s: it was settled before or by another process", record.generation)
     journal = settled_journal(run, record.generation)
     if journal is None:

@@ -98,12 +98,12 @@ def settle_generation(
     :param between: An idempotent step that belongs to the settlement.
     :raises BroadwayError: Any error of the custodian; the generation then remains unsettled.
     """
-    done = settled_journal(run, record.generation)
-    if done is not None:
-        return done.report
     rest = settlement.rest.action.value
     intent = settling_record(run, record, by, rest=rest, expected=settlement.expected)
     if not run.files.create(paths.intent(record.generation), intent):
+        done = settled_journal(run, record.generation)
+        if done is not None:
+            return done.report
         log.info("generation %s: resuming a settlement begun before", record.generation)
     report = custodian.settle(run.lease(record), settlement)
     between(report)

@@ -64,9 +64,9 @@ def test_only_results_go_to_standard_output(capsys):
 @pytest.mark.parametrize("count", [50, 51])
 def test_fifty_runs_are_listed_by_default(shop, capsys, monkeypatch, count):
     shop.process()
-    [summary] = list_runs(shop.run().store)
+    [summary], _ = list_runs(shop.run().store)
     many = [dataclasses.replace(summary, run_id=f"run-{number:02}") for number in range(count)]
-    monkeypatch.setattr(command, "list_runs", lambda *_, **__: many)
+    monkeypatch.setattr(command, "list_runs", lambda *_, newest, **__: (many[-newest:], len(many)))
 
     lines = ran(capsys, "runs").out.splitlines()
 

@@ -215,7 +215,7 @@ def test_damage_settles_nothing_and_next_run_receives_all(tmp_path, monkeypatch,
 
     # When it is settled, then nothing is, and the error names the file
     with pytest.raises(StagingDamaged, match=path.name.replace(".", r"\.")):
-        run.ack()
+        Run(tmp_path).ack()
     assert run.depth() == (0, 0, 40, 0)
     assert not list(run.folder.rglob("journal-intent.json"))
 

@@ -49,8 +49,9 @@ class Ready:
         record_outcome(self.run, plan, second)
 
     def settlement(self) -> Settlement:
-        plans = Recorded(self.run).deciding(self.pipeline.batchers, self.generation)
-        return build_settlement(self.run, self.generation, self.pipeline, plans, final=True)[0]
+        run = open_run(self.root)  # as another task, which has read nothing
+        plans = Recorded(run).deciding(self.pipeline.batchers, self.generation)
+        return build_settlement(run, self.generation, self.pipeline, plans, final=True)[0]
 
     def all_read(self) -> None:
         """Reads all that a custodian may need."""

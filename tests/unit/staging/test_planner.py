@@ -120,7 +120,7 @@ def test_missing_message_file_is_an_error_and_no_plan(tmp_path):
     more = dataclasses.replace(manifest, batchers={"b": 3})
     run.files.replace(f"{generation}/manifest.json", more.dumps())
     with pytest.raises(StagingError, match="name 3 messages, but their files hold 2"):
-        plan_of(run, pipeline, generation)
+        plan_of(open_run(tmp_path), pipeline, generation)
     assert [*Path(run.files.full("")).rglob("plan.jsonl")] == []
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def test_unsettled_generation_keeps_its_run_even_unlisted(run, clock):
 
 def test_rebalanced_run_counts_from_then(run, clock):
     clock.advance(5 * DAY)
+    run.files.replace("report.json", json.dumps({"at": clock.now().isoformat()}))
     mark_balanced(run)
     clock.advance(5 * DAY)
     assert sweep(run, clock) == []
@@ -119,7 +121,7 @@ def test_interrupted_removal_of_a_folder_is_completed_by_next_sweep(tmp_path, mo
             dies(str(file))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Disk, "remove", lambda disk, path: dies(path))
+        patched.setattr(Disk, "remove", lambda disk, *paths: list(map(dies, paths)))
         patched.setattr(Disk, "remove_tree", removed_in_some_order)
         with pytest.raises(KeyboardInterrupt):
             sweep(run, clock)

@@ -106,7 +106,7 @@ def test_record_of_a_newer_release_is_refused(tmp_path):
     value = {**json.loads(record.dumps()), "version": 99}
     run.files.replace(paths.generation(record.generation), json.dumps(value))
     with pytest.raises(StagingError, match="format version 99"):
-        run.generation(record.generation)
+        open_run(tmp_path).generation(record.generation)
 
 
 def test_renewed_lease_counts(tmp_path):
@@ -172,9 +172,9 @@ def test_sweep_costs_the_same_with_many_old_runs(tmp_path, monkeypatch):
     looked: list[str] = []
     listing = run.store.backend.list
 
-    def look(path):
+    def look(path, until=None):
         looked.append(path)
-        return listing(path)
+        return listing(path, until)
 
     monkeypatch.setattr(run.store.backend, "list", look)
 

@@ -370,15 +370,15 @@ def test_settlement_succeeds_without_delete_permission(tmp_path, caplog, monkeyp
     run = open_run(tmp_path)
     record = open_generation(run)
 
-    def refuse(folder, path):
-        raise cannot(f"remove {path}", "s3://lake", PermissionError("Access Denied"))
+    def refuse(folder, *paths):
+        raise cannot(f"remove {paths[0]}", "s3://lake", PermissionError("Access Denied"))
 
     monkeypatch.setattr(Folder, "remove", refuse)
     record_settled(run, record, SettleReport(acked=1))
     run.forget_open(record.generation)
     assert run.state(record.generation) == "settled"
     assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
-    assert "is complete but stays on the list" in caplog.text
+    assert "are complete but stay on the list" in caplog.text
 
 
 def test_fork_has_its_own_client(tmp_path):

@@ -52,7 +52,7 @@ def test_backfill_shows_its_source(run):
     value = {**json.loads(run.staged.files.read(path)), "source": source.to_json()}
     run.staged.files.replace(path, json.dumps(value))
 
-    overview = overview_of(run.staged)
+    overview = overview_of(Run(run.folder).staged)
 
     assert overview.source["kind"] == "archive"
     assert overview.source["interval"] == ["2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"]
