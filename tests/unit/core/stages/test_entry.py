@@ -156,3 +156,24 @@ def test_entry_failure_holds_back_its_group():
         [(_, result)] = pool.map([chunk])
     assert [message.data for message in result.successful] == ["a1", "b1", "b2"]
     assert [message.data for message in result.failed] == ["a2"]  # and a3 has no result
+
+
+def test_interrupted_division_keeps_its_messages_beside_returned_suspects(monkeypatch):
+    def transformer(message):
+        if message.data == "b":
+            raise KeyboardInterrupt
+        return message
+
+    driver = PipelineDriver(Plain)
+    dispatch, suspects = [driver.message("a"), driver.message("b")], [driver.message("s")]
+    with closing(ProcessorPool(Plain(), transformer=transformer, inline=True)) as pool:
+        # Given suspects for which no child process could be started
+        monkeypatch.setattr(pool._apart, "take_back", lambda: [suspects.pop()] if suspects else [])
+        with pytest.raises(KeyboardInterrupt):
+            list(pool.map([dispatch]))
+        results = list(pool.map([]))
+        done, unhandled = pool.left()
+
+    assert [message.data for chunk, _ in results for message in chunk] == ["s"]
+    assert [message.data for message in unhandled] == ["a", "b"]
+    assert done == []
