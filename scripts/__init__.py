@@ -1,1 +1,1 @@
-"""What the Makefile's targets run; not part of the installed package."""
+"""Programs of the Makefile's targets; not part of the installed package."""

@@ -43,7 +43,7 @@ REASON = "never departed"
 
 @dataclass
 class Expected:
-    """What must come out, counted from the data as it goes into the queue."""
+    """The expected result, counted from the data as it is sent to the queue."""
 
     sent: int = 0
     never_departed: int = 0

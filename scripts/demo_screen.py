@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: redrawn in place on a terminal, else a line per change."""
+"""The demo's progress: redrawn in place on a terminal, else a line per change."""
 
 from __future__ import annotations
 

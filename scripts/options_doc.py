@@ -210,7 +210,7 @@ def _row(
 
 
 def _first(field: dataclasses.Field[Any]) -> str:
-    """What an option does, without its values."""
+    """Describes an option, without its values."""
     return re.split("[:;]", str(field.metadata["doc"]))[0] + "."
 
 

@@ -198,7 +198,7 @@ def make_shop(
 
 
 class Ran:
-    """What a command came to."""
+    """The result of a command."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err

@@ -1,4 +1,4 @@
-"""What a test asks of a disk, counted."""
+"""Counts a test's calls of a disk."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Authority:
 
     @property
     def certificate(self) -> Path:
-        """What a client is to trust."""
+        """The file of the certificate that clients trust."""
         return self.folder / f"{self.name}.pem"
 
     def sign(self, name: str, *hosts: str) -> tuple[Path, Path]:
@@ -50,7 +50,7 @@ class Authority:
         return self.folder / f"{name}.pem", self.folder / f"{name}.key"
 
     def server(self, name: str, *hosts: str) -> ssl.SSLContext:
-        """What a server of Python's is met with: a certificate for hosts."""
+        """Returns a server's TLS context with a certificate for hosts."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*self.sign(name, *hosts))
         return context

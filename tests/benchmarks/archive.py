@@ -1,4 +1,4 @@
-"""What an archive costs a run that keeps one, and how fast an interval of it is read.
+"""The cost of keeping an archive, and the speed of reading an interval of it.
 
 ``.kept`` is a process stage whose messages are kept, to be compared with the same stage without an
 archive: ``archive.nothing`` on messages that cost nothing and callbacks that do nothing, where the

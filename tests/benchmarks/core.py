@@ -1,4 +1,4 @@
-"""What the model itself costs per message: no I/O, ``max_demand=500``."""
+"""The model's cost per message: no I/O, ``max_demand=500``."""
 
 from __future__ import annotations
 

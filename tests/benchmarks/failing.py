@@ -1,4 +1,4 @@
-"""What failures cost the process stage: as many messages that fail as such that succeed."""
+"""The cost of failures in the process stage: as many messages fail as succeed."""
 
 from __future__ import annotations
 

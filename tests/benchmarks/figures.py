@@ -24,7 +24,7 @@ Figures = list[dict[str, Any]]
 
 
 class Took(NamedTuple):
-    """What one try of one thing took."""
+    """The cost of one try."""
 
     messages: int
     seconds: float

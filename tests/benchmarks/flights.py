@@ -72,7 +72,7 @@ def bench_stages(sizes: dict[str, int]) -> Figures:
 
 
 def bench_keys() -> Figures:
-    """What distinct batch keys cost, merged and not: planning always, the calls where they end."""
+    """Measures distinct batch keys, merged and not: planning always, the calls where they end."""
     figures: Figures = []
     for keys in KEYS:
         for merged in (False, True):

@@ -102,7 +102,7 @@ def stages(server: KafkaServer, count: int) -> Iterator[tuple[str, Took]]:
 
 
 def given_for(server: KafkaServer, folder: Path, topic: str, order: str) -> dict[str, Any]:
-    """What the stages of one run are given; the group is a new one."""
+    """Returns the arguments of one run's stages; the group is a new one."""
     options = {
         "hosts": server.bootstrap,
         "conn_id": None,
@@ -114,7 +114,7 @@ def given_for(server: KafkaServer, folder: Path, topic: str, order: str) -> dict
 
 
 def of_stage(count: int, stage: Stage) -> Took:
-    """What a stage took for so many messages.
+    """Returns the cost of a stage for a number of messages.
 
     :raises RuntimeError: If it did not take them all.
     """
@@ -138,7 +138,7 @@ def peak_of(server: ApacheKafka, label: str, size: int) -> dict[str, Any]:
 
 
 def apart(name: str, bootstrap: str, topic: str, count: int) -> Took:
-    """What one thing took, in a process of its own."""
+    """Measures one stage in a process of its own."""
     return Took(*measure("kafka", name, bootstrap=bootstrap, topic=topic, count=count))
 
 
@@ -189,7 +189,7 @@ def source(bootstrap: str, topic: str, count: int) -> Took:
 
 
 def timed(count: int, work: Callable[[], int]) -> Took:
-    """What it took.
+    """Measures some work.
 
     :raises RuntimeError: If it did not get all.
     """

@@ -163,7 +163,7 @@ def peaks_of(server: RabbitServer, label: str, size: int) -> Figures:
 
 
 def prepared(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
-    """What the stages of one run are given; its queue is full, and its own queues are declared."""
+    """Fills a run's queue, declares its own queues, and returns its stages' arguments."""
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.core.model.run_info import RunInfo
     from airflow_broadway.core.reference import load_ref
@@ -189,7 +189,7 @@ def prepared(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
 
 
 def took(count: int, stage: Stage) -> Took:
-    """What a stage took for so many messages."""
+    """Returns the cost of a stage for a number of messages."""
     return Took(count, stage.seconds, stage.cpu)
 
 

@@ -1,4 +1,4 @@
-"""What leased messages cost a RabbitMQ: ``python -m tests.benchmarks.rabbitmq_leases``.
+"""The cost of leased messages at a RabbitMQ: ``python -m tests.benchmarks.rabbitmq_leases``.
 
 A server of its own, one run that holds 100,000 messages of 200 bytes; memory as the broker says,
 disk as the file system does.  The source queue is a classic one, so that the folder ``quorum`` has

@@ -1,4 +1,4 @@
-"""What the figures of SQS and Pub/Sub have in common: a process stage, and the settlement of all
+"""The common figures of SQS and Pub/Sub: a process stage, and the settlement of all
 that it received, over a broker of receipts.
 """
 
@@ -97,7 +97,7 @@ def stages(
 
 
 def timed(requests: Counted, messages: int, work: Callable[[], None]) -> Took:
-    """What some work takes."""
+    """Measures some work."""
     sent, cpu, begun = requests.count, time.process_time(), time.perf_counter()
     work()
     seconds, used = time.perf_counter() - begun, time.process_time() - cpu
@@ -105,7 +105,7 @@ def timed(requests: Counted, messages: int, work: Callable[[], None]) -> Took:
 
 
 def apart(module: str, name: str, **given: Any) -> dict[str, Took]:
-    """What a worker took for one thing, in a process of its own."""
+    """Measures a worker's stage in a process of its own."""
     return {key: Took(*value) for key, value in measure(module, name, **given).items()}
 
 

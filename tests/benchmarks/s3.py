@@ -1,4 +1,4 @@
-"""What a run of small batches asks of a bucket: a Python batcher, staging on S3 (moto, loopback).
+"""Requests of a run of small batches to a bucket: a Python batcher, staging on S3 (moto, loopback).
 
 Requests are what S3 counts, and bills; the seconds are those of a server that answers at once.
 """

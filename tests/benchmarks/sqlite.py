@@ -1,4 +1,4 @@
-"""What the embedded queue does in a second."""
+"""The embedded queue's messages per second."""
 
 from __future__ import annotations
 

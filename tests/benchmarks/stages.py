@@ -26,7 +26,7 @@ RUN = {"dag_id": "bench", "run_id": "bench"}
 
 
 class Stage(NamedTuple):
-    """What one stage took.
+    """The cost of one stage.
 
     :param seconds: Of the work, without the start of the interpreter.
     :param peak: Bytes: the largest resident size of any process of it.

@@ -1,4 +1,4 @@
-"""What staging costs: rows of ten columns on this machine's disk, in one process."""
+"""The cost of staging: rows of ten columns on this machine's disk, in one process."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ def _ask(browser: Chromium, function: str) -> Any:
 
 
 def complaints_of_looks(browser: Chromium) -> list[str]:
-    """What is wrong with the page as it is now: contrast below AA, and markup."""
+    """Returns the page's defects: contrast below AA, and markup."""
     with browser.whole_page():
         return [*_ask(browser, "contrast"), *_ask(browser, "markup"), *unnamed(browser)]
 
 
 def too_wide_on_a_phone(browser: Chromium) -> list[str]:
-    """What makes the page scroll sideways on a phone."""
+    """Returns the elements that make the page scroll sideways on a phone."""
     browser.size(PHONE)
     return list(_ask(browser, "tooWide"))
 

@@ -60,7 +60,7 @@ class Site:
         return [Run(self, dag_id, run["dag_run_id"]) for run in response["dag_runs"]]
 
     def conf(self, run: Run) -> dict[str, Any]:
-        """What a run was started with."""
+        """Returns the configuration of a run."""
         run_id = urllib.parse.quote(run.run_id, safe="")
         response = self.airflow.api("GET", f"/dags/{run.dag_id}/dagRuns/{run_id}")
         return response["conf"] or {}

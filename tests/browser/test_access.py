@@ -1,4 +1,4 @@
-"""Who gets in: Airflow's own users, and what each of them may."""
+"""Access by Airflow's users, and their permissions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user does on a run's page."""
+"""A user's actions on a run's page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages' one script adds, and that they do without it."""
+"""The pages' script, and the pages without it."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Application:
                 self._found[key] = error
 
     def seen(self, case: Case) -> Observed:
-        """What a case has seen."""
+        """Returns the observations of a case."""
         result = self._found[_key(case)]
         if isinstance(result, Exception):
             raise result

@@ -1,4 +1,4 @@
-"""What the ways through staging can carry of a case."""
+"""The parts of a case that the ways through staging can carry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a way of running a case has seen, and how that is compared with what the case expects."""
+"""The observations of a case's run, and their comparison with the expectation."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _words(match: re.Match[str]) -> list[str]:
 
 
 def differences(case: Case, seen: Observed) -> list[str]:
-    """What differs from the case's expectation or its accepted alternative; empty: nothing."""
+    """Returns the differences from the case's expectation or its accepted alternative."""
     differences_ = _differences(case, case["expect"], seen)
     alternative = alternative_of(case)
     if differences_ and alternative is not None:
@@ -168,7 +168,7 @@ def differences(case: Case, seen: Observed) -> list[str]:
 
 
 def alternative_of(case: Case) -> dict[str, Any] | None:
-    """What a case accepts in place of its expectation; ``None`` for nothing."""
+    """Returns a case's accepted alternative, or ``None``."""
     alternative = case.get("accept", {}).get("alternative", {})
     if "acks" not in alternative:
         return None

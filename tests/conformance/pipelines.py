@@ -25,7 +25,7 @@ def needs_throw(value: Any) -> bool:
 
 
 class Missing:
-    """What ``drop`` leaves in place of a message."""
+    """The placeholder that ``drop`` leaves for a message."""
 
 
 DROP = Missing()
@@ -96,7 +96,7 @@ def _do(op: dict[str, Any], message: Message) -> Any:
 
 
 def apply_callback(spec: dict[str, Any], messages: list[Message]) -> Any:
-    """What a callback of a whole list returns by its rules."""
+    """Returns a list callback's result by its rules."""
     rules = spec.get("each", [])
     result: list[Any] = [apply_rules(rules, message) for message in messages]
     result = [item for item in result if item is not DROP]
@@ -227,7 +227,7 @@ class Followed:
         return None
 
     def routed(self, message: Any) -> Any:
-        """What goes on of what ``handle_message`` returned."""
+        """Returns the message that continues after ``handle_message``."""
         return message
 
 

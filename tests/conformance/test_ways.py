@@ -43,7 +43,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "semantics.md"
 
 
 def table() -> str:
-    """What not every way can carry, by reason: how many cases each way leaves out for it."""
+    """Formats the numbers of cases that each way leaves out, by reason."""
     ways = [way for way in WAYS if way.name != "driver"]
     found: dict[str, Counter[str]] = {}
     for case in CASES:

@@ -41,7 +41,7 @@ class _Held:
 
     @property
     def offset(self) -> int:
-        """What would be committed now."""
+        """The offset that would be committed now."""
         claim, left = self._claim, [o for o in self._polled if o not in self._settled]
         named = {offset: Decision(Action.RELEASE) for offset in left}
         read = Read(claim.start, claim.end, len(self._polled))

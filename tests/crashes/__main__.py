@@ -62,7 +62,7 @@ def tell(broker: str, pipeline: str, sums: Sums) -> None:
 
 
 def as_json(broker: str, pipeline: str, sums: Sums) -> dict[str, Any]:
-    """What the report has of it."""
+    """Returns its entry in the report."""
     return {
         "broker": broker,
         "pipeline": pipeline,

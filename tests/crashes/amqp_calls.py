@@ -29,7 +29,7 @@ class _Silent(ConnectionError):
 
 
 class _Line:
-    """What a connection has sent that is still on its way, and the way."""
+    """Frames that a connection has sent and that are still in transit."""
 
     def __init__(self, connection: Any) -> None:
         self.connection = connection  # else another could get its place in memory
@@ -50,7 +50,7 @@ class _Line:
                 pass
 
     def give_up(self) -> None:
-        """What pika does when it has not heard of the broker for too long."""
+        """Closes the connection as pika does after missed heartbeats."""
         from pika.exceptions import AMQPHeartbeatTimeout
 
         connection = self.connection

@@ -114,7 +114,7 @@ def _half(given: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _others(
     operation: str, given: Mapping[str, Any], send: Callable[[Mapping[str, Any]], Any]
 ) -> dict[Fault, Callable[[], Any]]:
-    """What else can happen to a request."""
+    """Returns further faults of a request."""
 
     def twice() -> Any:
         send({**given})  # the client makes a stream of the body there, which is read once only

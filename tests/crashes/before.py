@@ -1,4 +1,4 @@
-"""What has gone through a live run before the runs of a case begin."""
+"""A live run that precedes the runs of a case."""
 
 from __future__ import annotations
 

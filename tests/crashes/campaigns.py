@@ -156,7 +156,7 @@ def _strike(plan: Plan) -> tuple[Plan, list[Sums]]:
 def _struck(
     make: MakeSubject, plan: Plan, *, jobs: int, seed: int, only: str
 ) -> tuple[Plan, list[Sums]]:
-    """What came of a plan; of restarts, by itself."""
+    """Runs a plan; returns it with its results, those of restarts apart."""
     pipeline = PIPELINES[plan.pipeline]
     folder = Path(tempfile.mkdtemp(prefix="crashes-", dir=in_memory()))
     campaign = Campaign(partial(_made, make, pipeline), MESSAGES, folder)

@@ -21,7 +21,7 @@ from tests.crashes.subjects import MakeSubject
 
 @contextmanager
 def by_operators() -> Iterator[MakeSubject]:
-    """What makes subjects whose tasks are operators."""
+    """Creates subjects whose tasks are operators."""
     with tempfile.TemporaryDirectory(prefix="crashes-airflow-") as home:
         variables = {
             "AIRFLOW_HOME": home,
@@ -143,7 +143,7 @@ def _submitting(attempt: Attempt, **given: Any) -> Any:
 
 
 class _Instance:
-    """What an operator asks of Airflow's task instance."""
+    """The part of Airflow's task instance that operators use."""
 
     def __init__(self, attempt: Attempt, map_index: int) -> None:
         self._attempt = attempt
@@ -162,7 +162,7 @@ class _Instance:
         self._attempt.interceptor.call("xcom", key, push)
 
     def xcom_pull(self, task_ids: Sequence[str]) -> list[Any]:
-        """What the watched tasks returned last."""
+        """Returns the last return values of the watched tasks."""
         returned = self._attempt.returned.items()
         return [value for task, value in returned if task.partition("!")[0] in task_ids]
 

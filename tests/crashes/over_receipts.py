@@ -1,4 +1,4 @@
-"""What subjects have in common whose messages are held by receipts: SQS's and Pub/Sub's."""
+"""The common part of subjects whose messages are held by receipts: SQS and Pub/Sub."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class HoldsFailed(Batches):
 
 
 class Archives(Batches):
-    """What is received is kept once it is settled."""
+    """Archives received messages once they are settled."""
 
     archive = Archive()
 

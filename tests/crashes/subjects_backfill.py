@@ -32,7 +32,7 @@ def _scheduled(message: Message) -> datetime:
 
 
 def over_backfills() -> AbstractContextManager[MakeSubject]:
-    """What makes subjects whose runs have the archive for their source."""
+    """Creates subjects whose runs have the archive as their source."""
     return nullcontext(_Backfills)
 
 
@@ -92,5 +92,5 @@ class _Backfills(LiveBefore):
 
 
 def _rows(folder: Path) -> list[int]:
-    """What :class:`tests.crashes.pipelines.Refills` has written."""
+    """Returns the rows that :class:`tests.crashes.pipelines.Refills` has written."""
     return [row for path in folder.glob("rows/*") for row in json.loads(path.read_text())]

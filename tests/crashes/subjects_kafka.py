@@ -31,7 +31,7 @@ _KEYS = 3
 
 @contextmanager
 def over_kafka(*, order: str) -> Iterator[MakeSubject]:
-    """What makes subjects whose messages keep one kind of order."""
+    """Creates subjects whose messages keep one kind of order."""
     with (
         tempfile.TemporaryDirectory(prefix="crashes-kafka-") as folder,
         nearest_kafka().start(Path(folder)) as server,

@@ -40,7 +40,7 @@ _BEFORE = "before"
 
 @contextmanager
 def over_letters(broker: str) -> Iterator[MakeSubject]:
-    """What makes subjects of a broker whose runs have the dead letters for their source."""
+    """Creates subjects of a broker whose runs have the dead letters as their source."""
     with SUBJECTS[broker]() as make:
 
         def made(pipeline: type[Broadway], folder: Path) -> Subject:
@@ -58,7 +58,7 @@ def _over(kind: type[Subject]) -> type[Subject]:
 
 
 class _Letters(Subject):
-    """What comes before a broker's own subject: that is ``super``.
+    """A mixin before a broker's own subject, which is ``super``.
 
     A message is known by its body, for most brokers have another id for what is sent back.
     """
@@ -117,7 +117,7 @@ class _Letters(Subject):
         return ({*self._were} - handled) | {*forked(self._listed, self.work, log, "the letters")}
 
     def _listed(self) -> list[str]:
-        """What people see: the letters of then."""
+        """Returns the dead letters as listed."""
         pipeline = self.pipeline(**self.overrides())
         store = Store.open(self.staging)
         env = producer_env(pipeline, Ports(), generation="looks", owner={}, store=store)

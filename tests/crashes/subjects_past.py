@@ -19,7 +19,7 @@ from tests.crashes.subjects import MakeSubject
 
 
 def over_past_runs() -> AbstractContextManager[MakeSubject]:
-    """What makes subjects whose runs have a past run for their source."""
+    """Creates subjects whose runs have a past run as their source."""
     return nullcontext(_PastRuns)
 
 

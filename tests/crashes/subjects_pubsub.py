@@ -37,7 +37,7 @@ _WAIT = 60.0
 
 @contextmanager
 def over_pubsub(*, ordered: bool = False) -> Iterator[MakeSubject]:
-    """What makes subjects over subscriptions of one kind."""
+    """Creates subjects over subscriptions of one kind."""
     # What takes long to load is loaded once, and the forks have it; no channel is opened here.
     import_module("google.pubsub_v1")
     with tempfile.TemporaryDirectory(prefix="crashes-pubsub-") as name:

@@ -21,7 +21,7 @@ from tests.crashes.subjects_sqs import Moto, moto
 
 @contextmanager
 def over_s3() -> Iterator[MakeSubject]:
-    """What makes subjects whose staging is a bucket."""
+    """Creates subjects whose staging is a bucket."""
     with moto() as server:
         yield lambda pipeline, folder: _OnS3(pipeline, folder, server)
 

@@ -79,7 +79,7 @@ def moto() -> Iterator[Moto]:
 
 @contextmanager
 def over_sqs(*, fifo: bool = False) -> Iterator[MakeSubject]:
-    """What makes subjects over queues of one kind."""
+    """Creates subjects over queues of one kind."""
     result = _Fifo if fifo else _Sqs
     with moto() as server:
         # What botocore reads of AWS's descriptions is read once, and the forks have it.

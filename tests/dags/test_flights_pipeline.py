@@ -107,7 +107,7 @@ def test_a_message_that_cannot_be_read_spares_its_neighbours() -> None:
 
 
 def verdict(data: bytes) -> Verdict:
-    """What the pipeline's producer would do with a message that fails at its first attempt."""
+    """Returns the producer's verdict on a message that fails at its first attempt."""
     pipeline, sink = Flights(), Sink()
     ack = AckRef(RunAcknowledger(pipeline.producer, sink), "generation", Delivery())
     ProcessorStage(pipeline).handle([Message(data, message_id="1", acknowledger=ack)])

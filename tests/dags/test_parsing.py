@@ -26,7 +26,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def parsed(home: Path, hash_seed: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What parsing in a new process gives, by file: its text, and what the text says."""
+    """Parses each file in a new process; returns its output, and the parsed result."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("parse.py")), *map(str, FILES)],
         env={**airflow_env(home=home), "PYTHONHASHSEED": str(hash_seed)},

@@ -1,4 +1,4 @@
-"""What the documents promise, and the tests that show it.
+"""The documents' promises, and the tests that show them.
 
 ``claims/<document>.toml`` has an entry for each promise: the words of the document (``says``) and
 the tests (``shown_by``).  Words that are rewritten and tests that are renamed make this fail, so

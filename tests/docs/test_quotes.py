@@ -1,4 +1,4 @@
-"""What docs/producers.md quotes stands in the producer that passes the contract."""
+"""Quotes of docs/producers.md come from the producer that passes the contract."""
 
 from __future__ import annotations
 

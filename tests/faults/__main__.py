@@ -188,7 +188,7 @@ def _cases_of(
 
 
 def _of_the_past(case: Case, folder: Path) -> Iterator[tuple[str, int, Callable[[], Found]]]:
-    """What is killed while it sends dead letters back, keeps an archive, or runs it again."""
+    """Yields cases that are killed while they requeue dead letters, or keep or rerun an archive."""
     requeues = Requeues(
         broker=case.broker,
         letters=LETTERS,

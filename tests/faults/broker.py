@@ -1,4 +1,4 @@
-"""What the fault tests need of a broker, independently of our reports."""
+"""The broker interface of the fault tests, independent of our reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fault case found out about its messages: an entry of ``build/faults.json``."""
+"""The findings of a fault case: an entry of ``build/faults.json``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Found:
-    """What became of the messages of one case.
+    """The final states of one case's messages.
 
     :param name: ``<broker>.<case>``.
     :param messages: How many there were.

@@ -37,7 +37,7 @@ _AT_MOST = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What is done to whom.
+    """A case of archive and backfills, with its kills.
 
     :param kills: Kinds of task that die in the first live run, in the run of the dead letters, and
         in each of the two backfills; one of the live runs dies while it publishes, too.

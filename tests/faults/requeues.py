@@ -32,7 +32,7 @@ _PATIENCE = 90.0
 
 @dataclass(frozen=True, kw_only=True)
 class Requeues:
-    """What is done to whom.
+    """A case of requeued dead letters, with its kills.
 
     :param letters: How many.
     :param kills: Of the command that sends them back; one that moved nothing does not count.

@@ -34,7 +34,7 @@ _MANY = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is done to whom.
+    """A case of whole runs, with its kills.
 
     :param kills: How many; spread over the kinds of task in turn, so four are one of each.
     :param step: Between the messages' numbers: with 2, Spark has nothing to do.

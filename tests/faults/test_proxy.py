@@ -1,4 +1,4 @@
-"""What the proxy does to connections, seen from the broker's side and from the client's."""
+"""The proxy's effects on connections, seen from the broker and from the client."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 
 
 def uses(path: Path) -> list[Callable[[], object]]:
-    """Everything that opens the file."""
+    """Returns calls, each of which opens the file."""
     queue = SqliteQueue(path, "q", busy_timeout=0.1)
     producer = SqliteProducer(queue="q", path=str(path), busy_timeout=0.1)
     return [

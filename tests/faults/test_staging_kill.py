@@ -144,7 +144,7 @@ def check_plans_are_whole(run: StagedRun, root: Path) -> None:
 
 
 def finish(run: StagedRun) -> dict[str, str]:
-    """What later tasks and sweeps do with what they find; the verdict on each message."""
+    """Runs later tasks and sweeps; returns the verdict on each message."""
     custodian = FakeCustodian({GENERATION: [f"m-{n}" for n in range(MESSAGES)]})
     for found, record in list(iter_unsettled(run.store, "Pipeline", "dag")):
         if record.published:  # its batcher is retried

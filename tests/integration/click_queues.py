@@ -22,7 +22,7 @@ class ClickQueue(Protocol):
 
 
 class Server(Protocol):
-    """What holds the queues of all tests."""
+    """The server of all tests' queues."""
 
     #: Before the ids of its DAGs.
     prefix: str

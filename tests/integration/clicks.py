@@ -1,4 +1,4 @@
-"""What people do to a run in the UI, each in a real scheduler, and what becomes of the messages.
+"""User actions on a run in the UI, each in a real scheduler, and the final states of its messages.
 
 DESIGN's table "the user does", row by row, as functions on :class:`Clicks`: the tests run them on
 every broker, and so does ``make faults`` on those that are not embedded.
@@ -173,7 +173,7 @@ class Clicks:
         return self.queue.depth()
 
     def found(self, case: str) -> Found:
-        """What became of the messages, if the run's end is as it should be."""
+        """Returns the final states of the messages, once the run's end is as expected."""
         result = Found(f"rabbitmq.click.{case}", COUNT)
         seen: Counter[int] = Counter()
         ids: dict[int, set[str]] = {}

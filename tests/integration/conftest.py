@@ -1,4 +1,4 @@
-"""What tests share that have a real broker, or run whole Dags."""
+"""Fixtures of tests with a real broker or whole Dags."""
 
 from __future__ import annotations
 

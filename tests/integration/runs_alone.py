@@ -98,7 +98,7 @@ def run_task(folder: str, task_id: str, run_id: str, try_number: int) -> Any:
 
 
 def look(folder: str, message_id: str) -> Any:
-    """What can be seen of the runs, and of one message."""
+    """Returns the visible state of the runs, and of one message."""
     store = Store.open(f"file://{folder}/staging")
     return {
         "runs": [asdict(run) for run in list_runs(store)[0]],

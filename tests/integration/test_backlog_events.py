@@ -170,7 +170,7 @@ def finished(airflow: LocalAirflow, number: int, dag_id: str = "sums") -> dict[s
 
 
 def process_state(airflow: LocalAirflow, run: dict[str, Any]) -> str:
-    """What has become of a run's process task."""
+    """Returns the state of a run's process task."""
     tasks = airflow.task_instances(run["dag_id"], run["dag_run_id"])
     [state] = [task["state"] for task in tasks if task["task_id"] == "broadway.process"]
     return str(state)

@@ -1,4 +1,4 @@
-"""What people do to a run in the UI, on every broker: see :mod:`tests.integration.clicks`."""
+"""User actions on a run in the UI, on every broker: see :mod:`tests.integration.clicks`."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.airflow, pytest.mark.spark]
 
 @dataclass(frozen=True)
 class Counted:
-    """What is true of some flights, from the file's first one on.
+    """The expected counts of some flights, from the file's first one on.
 
     :param delayed: By airport.
     """

@@ -97,7 +97,7 @@ def test_a_backfill_reads_its_interval_next_to_a_live_run(kafka, tmp_path):
 
 
 def backfill(airflow: LocalAirflow, first: datetime, last: datetime) -> None:
-    """What ``airflow backfill create`` does, in the server's own process: SQLite has one writer."""
+    """Creates a backfill in the server's own process: SQLite has one writer."""
     body = {
         "dag_id": "backfilled",
         "from_date": first.isoformat(),

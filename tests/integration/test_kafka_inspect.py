@@ -1,4 +1,4 @@
-"""What a check and a depth report of a group."""
+"""Checks and depths of a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to the group, the topic or the staging folder while a run is at work."""
+"""Changes of the group, the topic or the staging folder during a run."""
 
 from __future__ import annotations
 

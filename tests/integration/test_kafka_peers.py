@@ -1,4 +1,4 @@
-"""What other tests rest on: the limits of the mock cluster, and checked sums behind a proxy."""
+"""Assumptions of other tests: the mock cluster's limits, and checked sums behind a proxy."""
 
 from __future__ import annotations
 

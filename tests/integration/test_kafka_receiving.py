@@ -1,4 +1,4 @@
-"""What a source hands out: everything that may be read, as it was sent, until the end is seen."""
+"""Receiving from a topic: each readable message, unchanged, up to the end."""
 
 from __future__ import annotations
 

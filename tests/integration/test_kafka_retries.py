@@ -1,4 +1,4 @@
-"""What is to be retried without order goes to a retry topic, and is read there when it is due."""
+"""Retries without order go to a retry topic, and are read there when they are due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Kafka's own tools show of a group, during runs and after them, and what they change."""
+"""Kafka's own tools on a group, during runs and after them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RETRY = Verdict(Action.RETRY, 60.0, "again", "process")
 
 
 class Row(NamedTuple):
-    """What ``kafka-consumer-groups --describe`` shows of a partition."""
+    """A partition's row of ``kafka-consumer-groups --describe``."""
 
     offset: str
     end: str

@@ -1,4 +1,4 @@
-"""What the two Pub/Subs of the tests do alike, and what the stub's rules add."""
+"""Equal behaviour of the tests' two Pub/Subs, and the stub's additional rules."""
 
 from __future__ import annotations
 

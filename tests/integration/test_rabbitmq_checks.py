@@ -1,4 +1,4 @@
-"""What is found out about a real broker's policies, before a message is touched and on demand."""
+"""Checks of a real broker's policies, before the first message and on demand."""
 
 from __future__ import annotations
 

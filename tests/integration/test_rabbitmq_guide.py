@@ -1,4 +1,4 @@
-"""What the guide promises in numbers, at a real RabbitMQ and at the edge of each."""
+"""The guide's numbers, each at its limit, at a real RabbitMQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strangers at a real broker and in the staging folder can make a run do to queues."""
+"""Queues under attack by strangers at a real broker and in the staging folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def victim(place):
 
 
 def guide_permissions(queue: str) -> dict[str, str]:
-    """What the guide grants, for another queue than ``orders``."""
+    """Returns the guide's permissions, for another queue than ``orders``."""
     [block] = re.findall(r"set_permissions -p / airflow \\\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     patterns = [text.replace("orders", re.escape(queue)) for text in re.findall("'(.*)'", block)]
     return dict(zip(("configure", "write", "read"), patterns, strict=True))

@@ -85,13 +85,13 @@ class Alone:
         (self.folder / f"stop-at-{task}").unlink()
 
     def handled(self) -> list[Handled]:
-        """What ``handle_batch`` got, in order."""
+        """Returns the messages that ``handle_batch`` got, in order."""
         with closing(sqlite3.connect(self.folder / "sink.db")) as db:
             rows = db.execute("SELECT * FROM handled ORDER BY rowid")
             return [Handled(*row) for row in rows]
 
     def check_account(self, report: Any) -> None:
-        """Everything that was sent is handled once, or marked where it came again, or dead."""
+        """Checks that each sent message is handled once, marked as redelivered, or dead."""
         assert report["balanced"]
         assert not report["totals"]["lapsed"]
         dead = {int(letter.body) for letter in self.queue.dead_letters(limit=None)}

@@ -1,4 +1,4 @@
-"""What small batches ask of a bucket, counted by the server."""
+"""Requests of small batches to a bucket, counted by the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server():
 
 
 def asked(server: S3Server, folder: Path, *, batches: int, tasks: int = 1) -> dict[str, Requests]:
-    """What each step of a run asks; its clock stands still."""
+    """Returns the requests of each step of a run, whose clock stands still."""
     folder.mkdir()
     steps = requests_of_a_run(
         server, folder, messages=100 * batches, batch_size=100, tasks=tasks, clock=ManualClock()

@@ -1,4 +1,4 @@
-"""What is hard on Spark: order over several generations, UDFs that kill their workers, pandas."""
+"""Hard cases on Spark: order over several generations, UDFs that kill their workers, pandas."""
 
 from __future__ import annotations
 

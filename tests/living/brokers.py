@@ -1,4 +1,4 @@
-"""What the living tests want of a broker: to publish with its own client, and to drain it so.
+"""The broker interface of the living tests: publishes and drains with the broker's own client.
 
 Nothing of this asks the package: the one exception is RabbitMQ's bundles, whose format is ours.
 """
@@ -56,7 +56,7 @@ class LivingBroker(Protocol):
         ...
 
     def sender(self) -> Sender:
-        """Who publishes to the queue."""
+        """Returns the publisher of the queue."""
         ...
 
     def drain(self) -> list[Left]:

@@ -1,4 +1,4 @@
-"""What is done to a process from within: writes that are slow, fail, or see it stopped."""
+"""Faults within a process: writes that are slow, fail, or stop it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _JOURNAL = ("create", "write")
 
 
 class Writes:
-    """What a process has written so far: files, and with ``all``, commits and to sockets too."""
+    """Counts a process's writes so far: to files, and with ``all``, commits and to sockets too."""
 
     def __init__(self) -> None:
         self._files, self._all = itertools.count(1), itertools.count(1)

@@ -18,7 +18,7 @@ from tests.living.sink import Handled
 
 @dataclass
 class Account:
-    """What became of the messages.
+    """The final states of the messages.
 
     :param confirmed: How many the broker confirmed to the publisher.
     :param handled: Of them, in the sink; ``settled``: and in no queue any more.

@@ -41,7 +41,7 @@ def broken_transformer(message: Message) -> Message:
 
 
 class _Living(Broadway):
-    """What all have in common.
+    """The common base of all.
 
     ``context``: ``sink``, the file; ``run``, its name; ``slow``, seconds for each message; and
     ``poison`` and ``late_poison``: at which message, and after which batch, of the run a callback

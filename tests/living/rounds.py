@@ -87,7 +87,7 @@ def _turns(given: Round) -> Iterator[tuple[Ending, str]]:
 
 
 class _Table:
-    """What a weather plays with."""
+    """The broker, series and proxy of a round."""
 
     def __init__(
         self, given: Round, broker: LivingBroker, series: Series, proxy: Proxy | None
@@ -171,7 +171,7 @@ class _Table:
 
 @dataclass(frozen=True, kw_only=True)
 class _Weather:
-    """What goes on while runs are at work.
+    """The events during runs.
 
     :param exact: Whether the runs' reports must agree with the truth.
     :param latency: Seconds each way through a proxy; ``None``: no proxy.

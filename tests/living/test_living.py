@@ -1,4 +1,4 @@
-"""Nothing is lost in continuous traffic: a round of each broker; ``make faults`` plays many."""
+"""Loses no message in continuous traffic: a round of each broker; ``make faults`` plays many."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Copy(NamedTuple):
 
 
 class Journal(NamedTuple):
-    """What is noted of a generation, and its holding queue.
+    """The record of a generation, and its holding queue.
 
     :param opened: Whether its holding queue is noted.
     :param closed: Whether it may not begin.
@@ -68,7 +68,7 @@ class Journal(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a settlement or sweep has in hand.
+    """The state of a settlement or sweep.
 
     :param gen: The generation whose holding queue it has claimed.
     :param reads: Whether it reads the bundles.

@@ -28,7 +28,7 @@ class Step(NamedTuple, Generic[S]):
 
 
 class Model(Protocol[S]):
-    """What can be explored."""
+    """A system that can be explored."""
 
     def start(self) -> S: ...
 
@@ -60,7 +60,7 @@ class Broken(Generic[S]):
 
 @dataclass(frozen=True)
 class Explored(Generic[S]):
-    """What a search found.
+    """The result of a search.
 
     :param depth: The number of steps to the state that is furthest away.
     """

@@ -82,7 +82,7 @@ class Custody(Protocol):
         ...
 
     def step(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        """What a source or custodian does next: ``receive``, ``settle``, or its own."""
+        """Yields the next step of a source or custodian: ``receive``, ``settle``, or its own."""
         ...
 
     def is_private(self, state: State, thread: Thread) -> bool:
@@ -90,7 +90,7 @@ class Custody(Protocol):
         ...
 
     def events(self, state: State) -> Iterator[Step[State]]:
-        """What the broker may do by itself."""
+        """Yields the broker's spontaneous steps."""
         ...
 
     def holds(self, state: State, gen: int) -> bool:
@@ -110,7 +110,7 @@ class Custody(Protocol):
         ...
 
     def left(self, state: State) -> str:
-        """What is left over, once all should be done."""
+        """Returns the leftovers of a finished world."""
         ...
 
 
@@ -219,7 +219,7 @@ class Run:
         return found
 
     def of(self, state: State, thread: Thread) -> list[Step[State]]:
-        """What one thread may do next."""
+        """Returns the possible next steps of one thread."""
         waits = not self.other or not (self.beside or state.over[A])
         if waits and thread.run == B and thread.at == "sweep":
             return []
@@ -267,7 +267,7 @@ class Run:
         return True
 
     def name(self, thread: Thread, note: str) -> str:
-        """What a thread does, for people."""
+        """Describes a thread's step."""
         return f"{thread.name} {thread.task}: {self.code[thread.at]}: {note}"
 
     def wrong(self, state: State) -> str:
@@ -288,7 +288,7 @@ class Run:
     # -- Airflow, and people -------------------------------------------------------------------
 
     def _airflow(self, state: State) -> Iterator[tuple[str, str, State]]:
-        """What may go wrong: its kind, its name, and the state after it."""
+        """Yields possible faults: kind, name, and the state afterwards."""
         if state.trouble <= 0:
             return
         less = state._replace(trouble=state.trouble - 1)
@@ -414,7 +414,7 @@ class Run:
             yield f"the entries: {_listed(results)}", set_thread(after, thread, at="look")
 
     def made_of(self, gen: Gen, message: int) -> Sequence[str]:
-        """What a callback may make of a message."""
+        """Returns the possible results of a callback."""
         if not gen.got[message]:
             return ("",)
         return ("ok",) if gen.marked[message] else self.results
@@ -557,7 +557,7 @@ class Run:
     # -- settling ------------------------------------------------------------------------------
 
     def decision(self, gen: Gen, *, void: bool) -> Decision:
-        """What is made of what is recorded now."""
+        """Decides by the current records."""
         if self.drop == "outcomes" or (not gen.manifest and self.drop != "manifest"):
             return Decision(False, False, ("release",) * self.messages, void)
         verdicts = []

@@ -1,4 +1,4 @@
-"""What the world of the model is: staging, a broker, tasks at work, and Airflow's word on them."""
+"""The model's state: staging, a broker, running tasks, and their states in Airflow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ A, B, C = 0, 1, 2
 
 
 class Decision(NamedTuple):
-    """What a settler has made of what was recorded when it looked.
+    """A settler's decision by the records that it read.
 
     :param published: Whether there was a manifest.
     :param complete: Whether each message had an outcome.

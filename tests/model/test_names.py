@@ -19,7 +19,7 @@ GUARDS = {mutant.place for mutant in MUTANTS}
 
 
 def found(name: str) -> Any:
-    """What a dotted name means in the package."""
+    """Resolves a dotted name in the package."""
     parts = ["airflow_broadway", *name.split(".")]
     for end in range(len(parts) - 1, 0, -1):
         try:

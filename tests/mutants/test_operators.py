@@ -1,4 +1,4 @@
-"""What a mutant is: one change in one place of a module that still compiles."""
+"""Mutants: one change in one place of a module that still compiles."""
 
 from __future__ import annotations
 

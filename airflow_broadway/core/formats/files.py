@@ -366,7 +366,8 @@ def remove_objects(fs: Any, paths: Sequence[str]) -> None:
     """Removes objects of a store that exist; on S3 with one request per 1,000 objects.
 
     :param fs: The store's fsspec file system.
-    :raises OSError: If the store refuses to remove one.
+    :raises PermissionError: If the store denies the removal of one.
+    :raises OSError: If it cannot remove one.
     """
     if not hasattr(fs, "call_s3"):
         for path in paths:
@@ -379,7 +380,8 @@ def remove_objects(fs: Any, paths: Sequence[str]) -> None:
         request = {"Bucket": bucket, "Delete": {"Objects": keys, "Quiet": True}}
         errors = fs.call_s3("delete_objects", **request, **fs.req_kw).get("Errors")
         if errors:
-            raise OSError(f"{errors[0]['Key']}: {errors[0]['Code']}: {errors[0]['Message']}")
+            kind = PermissionError if errors[0]["Code"] == "AccessDenied" else OSError
+            raise kind(f"{errors[0]['Key']}: {errors[0]['Code']}: {errors[0]['Message']}")
 
 
 def object_names(fs: Any, path: str, until: str | None = None) -> set[str]:

@@ -1,1 +1,1 @@
-"""What the data of a batcher looks like, and its strict conversion."""
+"""Schemas of batchers, and strict conversion of values to them."""

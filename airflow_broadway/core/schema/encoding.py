@@ -38,7 +38,7 @@ _TAGGED: Final = '{"!":'
 
 
 class _Mode(NamedTuple):
-    """What a value is encoded as.
+    """The encodings of a value.
 
     :param rule: The accepted values, in errors.
     :param tagged: Whether types that JSON lacks are named.

@@ -1,1 +1,1 @@
-"""What a message passes through in one process, stage by stage."""
+"""The stages that handle messages within one process."""

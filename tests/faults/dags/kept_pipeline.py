@@ -42,7 +42,7 @@ def refused(number: int) -> bool:
 
 
 def rows(folder: Path) -> Counter[tuple[int, bool]]:
-    """What was written: numbers, and whether each was marked as delivered before."""
+    """Returns the written numbers, each with its mark of redelivery."""
     counts: Counter[tuple[int, bool]] = Counter()
     for path in folder.glob("date=*/batch_id=*/rows.json"):
         counts.update((number, marked) for number, marked in json.loads(path.read_text()))

@@ -1,4 +1,4 @@
-"""What a case of RabbitMQ's works with: a server, a queue of its own, generations by hand."""
+"""The place of a RabbitMQ case: a server, a queue of its own, generations by hand."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Place:
         return list(messages)
 
     def hold(self, generation: str, most: int = 100_000) -> tuple[Lease, list[Message]]:
-        """What a process task has when it has published its manifest."""
+        """Receives as a process task that publishes its manifest; returns lease and messages."""
         source = self.source(generation)
         try:
             messages = self.take(source, most)
@@ -171,7 +171,7 @@ class Place:
     # -- the end -------------------------------------------------------------------------------
 
     def found(self, case: str, count: int) -> Found:
-        """What became of the numbers below ``count``, if generations by hand handled them all."""
+        """Accounts for the numbers below ``count``, all handled by generations by hand."""
         result = Found(f"rabbitmq.{case}", count)
         result.lost = [number for number in range(count) if number not in self._done]
         delays = [self.queues.delay(step) for step in LADDER]

@@ -1,4 +1,4 @@
-"""What is to be written of flights, by the source file alone, and what was."""
+"""Expected rows of flights, by the source file alone, and the written ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``airflow-broadway crash-test`` refuses, and how it reports; no case is run here."""
+"""Errors and reports of ``airflow-broadway crash-test``; no case is run here."""
 
 from __future__ import annotations
 

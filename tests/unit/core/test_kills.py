@@ -1,4 +1,4 @@
-"""What ends a run is swallowed by nothing that calls a user's own methods."""
+"""Exceptions that end a run propagate through calls of users' methods."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ log = logging.getLogger("user")
 
 @pytest.fixture
 def lines():
-    """What is logged in a task of the run ``manual__1``."""
+    """Collects the log lines of a task of the run ``manual__1``."""
     with logged(run_id="manual__1") as kept:
         yield kept
 

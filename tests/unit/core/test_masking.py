@@ -53,7 +53,7 @@ FORMS: list[Callable[[str], str]] = [
 
 
 def texts_of(error: BaseException) -> str:
-    """Everything that may be printed of an error."""
+    """Returns all printable texts of an error."""
     again = pickle.loads(pickle.dumps(error))
     shown = traceback.format_exception_only(error)
     return "\n".join([str(error), repr(error), str(again), *shown])

@@ -1,4 +1,4 @@
-"""What an override replaces, what it leaves as declared, and what it may not be."""
+"""Overrides of options: replaced, unchanged and refused values."""
 
 from __future__ import annotations
 

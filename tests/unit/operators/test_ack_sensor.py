@@ -1,4 +1,4 @@
-"""What the ack sensor knows while the Dag is parsed, and what it requests of Airflow."""
+"""The ack sensor: parse-time checks, and its requests to Airflow."""
 
 from __future__ import annotations
 

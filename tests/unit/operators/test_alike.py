@@ -24,7 +24,7 @@ from tests.conformance.tasks import Tasks
 
 
 class Put(NamedTuple):
-    """What ``handle_message`` makes of a message."""
+    """The changes of a message by ``handle_message``."""
 
     data: Any
     key: Any = "default"

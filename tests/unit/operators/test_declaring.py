@@ -1,4 +1,4 @@
-"""What an operator accepts and refuses while a Dag is parsed."""
+"""Parse-time checks of operators."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Orders(Passing):
 
 
 class Documented(Orders):
-    """What shops sell.
+    """A pipeline of shop orders.
 
     By the minute.
     """
@@ -74,7 +74,7 @@ def test_each_task_documents_what_it_does_and_what_clearing_does():
 
 
 def test_dag_shows_the_docstring_of_its_own_pipeline():
-    assert Documented.dag("documented").doc_md == "What shops sell.\n\nBy the minute."
+    assert Documented.dag("documented").doc_md == "A pipeline of shop orders.\n\nBy the minute."
     assert Documented.dag("documented", doc_md="Ours.").doc_md == "Ours."
     assert Orders.dag("orders").doc_md is None
 

@@ -1,4 +1,4 @@
-"""What is sent to Airflow's ``Stats``, and what the guide says of it."""
+"""Metrics sent to Airflow's ``Stats``, as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process task makes of what it did: when it fails for good, though all is accounted for."""
+"""Process tasks that fail without a retry, though all messages are accounted for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Spark operator does around spark-submit; a stand-in plays the application."""
+"""The Spark operator around spark-submit; a stand-in plays the application."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class World:
         return self.look().count
 
     def look(self) -> Deaths:
-        """What is written down of deaths."""
+        """Returns the recorded deaths."""
         deaths = Deaths(self.run.staged.files, "batch.default", TRIES)
         deaths.look()
         return deaths

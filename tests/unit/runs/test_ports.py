@@ -1,4 +1,4 @@
-"""What a task is to staging and to its broker, and what it has of a host that lends it nothing."""
+"""A task's identity in staging and at its broker, and the ports' defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What settling reads: each file once, many at a time; leases are renewed meanwhile; and what is
+"""Reads of a settlement: each file once, many at a time; leases are renewed meanwhile; and what is
 damaged settles nothing.
 """
 

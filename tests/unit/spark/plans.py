@@ -171,7 +171,7 @@ class Staged:
         return {batch_id: self.outcome(batcher, batch_id) for batch_id in ids}
 
     def entries(self, outcome: Outcome) -> dict[str, Entry]:
-        """What an outcome's entries say, by message id."""
+        """Returns an outcome's entries by message id."""
         entries = [line.entry for line in self.lines(outcome)]
         by_id = {entry.message_id: entry for entry in entries}
         assert len(by_id) == len(entries)

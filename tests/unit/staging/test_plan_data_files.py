@@ -1,4 +1,4 @@
-"""What a plan's data files hold, and how they are read."""
+"""The data files of a plan: content and reading."""
 
 from __future__ import annotations
 

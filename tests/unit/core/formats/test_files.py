@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from airflow_broadway.core.formats.files import TEMPORARY, LocalFiles, create_file
+from airflow_broadway.core.formats.files import TEMPORARY, LocalFiles, create_file, remove_objects
 
 
 @pytest.fixture
@@ -87,3 +87,16 @@ def test_lost_link_response_is_recognized_by_inode(tmp_path, monkeypatch, own):
     assert create_file(str(tmp_path / "a"), [b"mine"]) is own
     assert (tmp_path / "a").read_bytes() == (b"mine" if own else b"another's")
     assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(("code", "error"), [("AccessDenied", PermissionError), ("Slow", OSError)])
+def test_refused_removal_of_an_object_is_an_error(code, error):
+    fs = mock.Mock(req_kw={}, split_path=lambda path: (*path.split("/", 1), None))
+    fs.call_s3.side_effect = [{}, {"Errors": [{"Key": "b", "Code": code, "Message": "no"}]}]
+
+    with pytest.raises(OSError, match=f"^b: {code}: no$") as caught:
+        remove_objects(fs, [f"lake/run/{number}" for number in range(1_001)])
+
+    assert type(caught.value) is error
+    sizes = [len(call.kwargs["Delete"]["Objects"]) for call in fs.call_s3.call_args_list]
+    assert sizes == [1_000, 1]

@@ -1,4 +1,4 @@
-"""What a batch's outcome holds, which files lie next to it, and which of two outcomes stands."""
+"""Outcomes of batches: content, files, and the first of two."""
 
 from __future__ import annotations
 

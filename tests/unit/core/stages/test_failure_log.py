@@ -1,4 +1,4 @@
-"""What a run logs of its failures."""
+"""The log of a run's failures."""
 
 from __future__ import annotations
 

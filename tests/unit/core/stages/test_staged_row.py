@@ -1,4 +1,4 @@
-"""What is staged of a message, and what cannot be."""
+"""Staged rows of messages, and values that cannot be staged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the conformance cases leave open: the sane outcomes, and what must never be swallowed."""
+"""Stages beyond the conformance cases: results, and exceptions that are never swallowed."""
 
 from __future__ import annotations
 

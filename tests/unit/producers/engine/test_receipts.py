@@ -1,4 +1,4 @@
-"""What one generation's receipts say of a message whose receipt the broker refused."""
+"""Receipts of one generation, for a message whose receipt the broker refused."""
 
 from __future__ import annotations
 

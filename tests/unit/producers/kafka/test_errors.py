@@ -1,4 +1,4 @@
-"""What the client says, as one sentence with a way out and without secrets."""
+"""Client errors as one sentence, with a way out and without secrets."""
 
 from __future__ import annotations
 

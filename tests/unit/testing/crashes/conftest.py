@@ -1,4 +1,4 @@
-"""What boundaries replace is put back, and who should die raises instead."""
+"""Restores functions that boundaries replace; a kill raises an exception instead."""
 
 from __future__ import annotations
 

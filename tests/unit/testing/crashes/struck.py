@@ -20,5 +20,5 @@ def striking(text: str = "") -> Interceptor:
 
 
 def calls(interceptor: Interceptor) -> list[str]:
-    """What it saw, in order."""
+    """Returns the observed calls, in order."""
     return [f"{point.call} #{point.nth}" for point in interceptor.seen]
