@@ -23,14 +23,13 @@ from airflow_broadway.adapters.host import Host, references
 from airflow_broadway.adapters.links import ON_SPARK, note_spark
 from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
-from airflow_broadway.adapters.staging import staging_root
-from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.spark.files import AUTO, CLIENTS
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -56,10 +55,12 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     :param staging: URI of the staging root; by default ``[broadway] staging``. (templated)
     :param check_pipeline: Whether to load the pipeline in a child process, as the driver will,
         before Spark is started.
+    :param staging_client: How the driver and executors read a staging root that is no ``file://``:
+        ``"hadoop"`` by Spark's Hadoop file systems, ``"arrow"`` by fsspec and Arrow, ``"auto"`` by
+        Hadoop where it has a file system for the root's scheme, else by Arrow.
     :param max_applications: Applications that it may start in one run, once one of them has died;
         the count is reset when the task is cleared: see ``docs/poison.md``.
     :param kwargs: Arguments of :class:`SparkSubmitOperator` except ``application``,
-        ``application_args`` and ``java_class``.
         ``application_args`` and ``java_class``.
     :raises OptionsError: While the Dag is parsed, if the pipeline is a class of the Dag file, which
         no Spark driver can import.
@@ -82,11 +83,14 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         batches: Any,
         staging: str | None = None,
         check_pipeline: bool = True,
+        staging_client: str = AUTO,
         max_applications: int = MOST_PROCESSES,
         **kwargs: Any,
     ) -> None:
         if not isinstance(max_applications, int) or max_applications < 1:
             raise OptionsError("max_applications", "an integer of at least 1", max_applications)
+        if staging_client not in CLIENTS:
+            raise OptionsError("staging_client", f"one of {', '.join(CLIENTS)}", staging_client)
         for name in ("application", "application_args", "java_class"):
             if kwargs.get(name):
                 raise OptionsError(
@@ -104,6 +108,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         self.batches = batches
         self.staging = staging
         self.check_pipeline = check_pipeline
+        self.staging_client = staging_client
         self.max_applications = max_applications
 
     def execute(  # type: ignore[override] # the parent returns nothing
@@ -182,7 +187,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         host = Host(context)
         work = host.task.file_name, make_ref(self.pipeline), host.run_info
         self._on_started = lambda app, ui: note_spark(self, context, app, ui)
-        with self._prepared(run.spark_uri(), lambda: batches.write_work(*work)):
+        with self._prepared(run, lambda: batches.write_work(*work)):
             try:
                 super().execute(context)
             except AirflowException as error:
@@ -190,20 +195,34 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         return None
 
     @contextmanager
-    def _prepared(self, run_uri: str, write_work: Callable[[], tuple[str, Work]]) -> Iterator[None]:
+    def _prepared(
+        self, run: StagedRun, write_work: Callable[[], tuple[str, Work]]
+    ) -> Iterator[None]:
         """Completes the arguments; within the context, the application can be started."""
         from airflow_broadway.spark.job import arguments_of
+        from airflow_broadway.staging.client import (
+            client_options,
+            public_options,
+            renewed_options,
+        )
         from airflow_broadway.submit.hook import SubmitHook
         from airflow_broadway.submit.submission import prepare
 
         own = self.application, self.py_files, self.conf
-        with tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder:
+        run_uri, store = run.spark_uri(), run.store
+        # Without a connection, every process finds its own credentials.
+        named = not store.local and "@" in store.uri.split("/")[2]
+        options = client_options(store.fs, of_machine=False) if named else {}
+        with (
+            tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder,
+            renewed_options(store.fs, options, Path(folder) / "credentials.json") as options,
+        ):
             submission = prepare(
                 self._chosen_options(),
                 self.pipeline,
                 run_uri,
                 Path(folder),
-                storage=self._storage(run_uri),
+                client_options=options,
                 check=self.check_pipeline,
             )
             self.application = submission.application
@@ -213,7 +232,12 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 hook,
                 binary=submission.program.binary,
                 env=submission.variables,
-                prepare=lambda: arguments_of(run_uri, *write_work()),
+                prepare=lambda: arguments_of(
+                    run_uri,
+                    *write_work(),
+                    client=self.staging_client,
+                    options=public_options(options),
+                ),
                 on_application=self._on_started,
             )
             try:
@@ -260,14 +284,6 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             properties_file=self.properties_file,
             py_files=self.py_files or "",
         )
-
-    def _storage(self, run_uri: str) -> Connection | None:
-        """Returns the connection of a staging root in S3, if it names one."""
-        if not run_uri.startswith("s3a://"):
-            return None
-        authority = staging_root(self.staging).partition("://")[2].partition("/")[0]
-        conn_id = authority.rpartition("@")[0]
-        return AirflowConnections().get(conn_id) if conn_id else None
 
     def is_job_succeeded(self, status: str) -> bool:
         # A cluster's job may have succeeded long ago, and its batches have been cleared since.

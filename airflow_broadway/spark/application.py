@@ -43,6 +43,8 @@ from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, cancel_jobs,
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from airflow_broadway.spark.arrow import ArrowFiles
+
 log = logging.getLogger("airflow_broadway.spark")
 
 #: Seconds between two checks for a later try.
@@ -59,6 +61,7 @@ def run_work(
     files: Files,
     work: Work,
     *,
+    arrow: ArrowFiles | None = None,
     stop: threading.Event | None = None,
     watch_interval: float = WATCH_INTERVAL,
 ) -> int:
@@ -66,6 +69,7 @@ def run_work(
 
     :param uri: The run's folder, as a URI for Spark.
     :param files: Access to small files of the same folder.
+    :param arrow: Access to its data files where Hadoop has no file system for it.
     :param stop: Set it to stop taking batches.
     :param watch_interval: Seconds between two checks for a later try.
     :raises OwnershipLost: If a later try has begun already.
@@ -93,6 +97,7 @@ def run_work(
             pipeline=pipeline,
             context=context_of(pipeline),
             ownership=Ownership(files, work.name, work.try_number, clock=clock),
+            arrow=arrow,
             stopping=stop.is_set,
         )
         return _Threads(application, plans, stop).run(watch_interval)

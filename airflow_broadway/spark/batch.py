@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from airflow_broadway.core.pipeline import Pipeline
+    from airflow_broadway.spark.arrow import ArrowFiles
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Application:
 
     :param uri: The run's folder, as a URI for Spark's readers.
     :param files: Access to small files of the same folder.
+    :param arrow: Access to its data files where Hadoop has no file system for it.
     :param context: The ``context`` argument of callbacks.
     :param stopping: Returns whether the application is being stopped.
     :param host: The driver's host, for messages.
@@ -87,6 +89,7 @@ class Application:
     pipeline: Pipeline
     context: Any
     ownership: Ownership
+    arrow: ArrowFiles | None = None
     stopping: Callable[[], bool] = lambda: False
     host: str = field(default_factory=socket.gethostname)
 
@@ -109,7 +112,7 @@ class BatchRunner:
     def __init__(self, application: Application, plan: BatchPlan) -> None:
         self.app = application
         self.plan = plan
-        self.frames = BatchFrames(application.uri, plan)
+        self.frames = BatchFrames(application.uri, plan, application.arrow)
         work = application.work
         self.recorder = BatchRecorder(
             application.files,
@@ -232,8 +235,12 @@ class _Batch:
             raise _unreadable_error("messages", self._planned, error) from error
 
     def _failed_whole(self, error: BaseException) -> Status:
-        """Returns the status of a batch whose callback raised, unless Spark is lost."""
+        """Returns the status of a batch whose callback raised, unless Spark or staging is lost."""
         self._app.check_alive(error)
+        if self._app.arrow is not None and (why := self._app.arrow.why_unreadable(error)):
+            raise Unreadable(
+                f"messages of the batch {self._planned.batch_id} cannot be read back ({why})"
+            ) from error
         log_failure("handle_batch", self._app.pipeline, error, self._planned.size)
         return status_of(error)
 

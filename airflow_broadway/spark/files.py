@@ -1,8 +1,8 @@
 """Access to a run's folder from the Spark driver; see :class:`core.formats.files.Files`.
 
 Under ``file://`` the driver accesses the folder directly.  Other schemes (``s3a://``, ``hdfs://``,
-``gs://`` …) use Hadoop's file systems in the JVM, like Spark's own I/O: nothing else to install or
-configure.
+``gs://`` …) use Hadoop's file systems in the JVM, like Spark's own I/O, and where Hadoop has none
+staging's own client: see :mod:`airflow_broadway.spark.arrow`.
 
 ``create`` resolves races (the first outcome wins, a later try takes over), so it is atomic: by hard
 link on plain files, by rename where a rename refuses an existing target (HDFS), by a conditional
@@ -12,7 +12,7 @@ write where the store supports it (S3).
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +29,62 @@ _CONDITIONAL = "fs.option.create.conditional.overwrite"
 
 #: Schemes of file systems whose rename never replaces a file.
 _RENAMES = ("hdfs", "viewfs", "webhdfs", "swebhdfs", "ofs", "o3fs", "maprfs")
+
+
+#: The clients of a store: Hadoop's file system where it has one for the scheme, else Arrow.
+AUTO, HADOOP, ARROW = CLIENTS = ("auto", "hadoop", "arrow")
+
+
+def choose_client(uri: str, client: str) -> tuple[str, str]:
+    """Chooses the client of a store, before a session is opened.
+
+    :param client: One of :data:`CLIENTS`.
+    :returns: The client, and the reason for the log.
+    """
+    if client != AUTO:
+        return client, "as set"
+    from pyspark import SparkContext
+
+    SparkContext._ensure_initialized()
+    jvm: Any = SparkContext._jvm
+    scheme = uri.partition(":")[0]
+    conf = jvm.org.apache.spark.deploy.SparkHadoopUtil.get().newConfiguration(
+        jvm.org.apache.spark.SparkConf()
+    )
+    try:
+        jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme, conf)
+    except Exception as error:
+        if _is_java(error, "ClassNotFoundException", "UnsupportedFileSystemException"):
+            return ARROW, f"Hadoop has no file system for {scheme}"
+        raise
+    return HADOOP, f"Hadoop has a file system for {scheme}"
+
+
+def set_s3a(spark: Any, uri: str, options: Mapping[str, Any]) -> None:
+    """Sets endpoint, region and credentials of one bucket for S3A; its own settings win.
+
+    Not in the application's settings, which are on command lines and in Spark's UI.
+
+    :param options: The result of :func:`airflow_broadway.staging.client.client_options`.
+    """
+    endpoint = str(options.get("endpoint_url") or "")
+    style = options.get("config_kwargs", {}).get("s3", {}).get("addressing_style")
+    # Few stores except AWS have a host for each bucket.
+    by_path = style == "path" or (endpoint and "amazonaws.com" not in endpoint)
+    settings = {
+        "endpoint": endpoint,
+        "endpoint.region": options.get("client_kwargs", {}).get("region_name"),
+        "connection.ssl.enabled": endpoint and str(not endpoint.startswith("http://")).lower(),
+        "path.style.access": by_path and "true",
+        "access.key": options.get("key"),
+        "secret.key": options.get("secret"),
+        "session.token": options.get("token"),
+    }
+    own, conf = spark.sparkContext.getConf(), spark._jsc.hadoopConfiguration()
+    for setting, value in settings.items():
+        name = f"fs.s3a.bucket.{uri.split('/')[2]}.{setting}"
+        if value and not own.contains(f"spark.hadoop.{name}"):
+            conf.set(name, value)
 
 
 def open_files(uri: str, spark: Any = None) -> Files:

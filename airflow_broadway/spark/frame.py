@@ -26,6 +26,8 @@ from airflow_broadway.core.schema.types import Array, Atomic, DataType, Decimal,
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
+    from airflow_broadway.spark.arrow import ArrowFiles
+
 #: The columns of the callback's DataFrame, in this order.
 COLUMNS = (
     "message_id",
@@ -98,10 +100,12 @@ class BatchFrames:
     """Creates the DataFrames of one plan's batches.
 
     :param run_uri: The run's folder.
+    :param arrow: Reads it where Hadoop has no file system for it.
     """
 
-    def __init__(self, run_uri: str, plan: BatchPlan) -> None:
+    def __init__(self, run_uri: str, plan: BatchPlan, arrow: ArrowFiles | None = None) -> None:
         self.plan = plan
+        self._arrow = arrow
         self.schema = parse_schema(plan.schema) if plan.schema else None
         self._folder = f"{run_uri.rstrip('/')}/{plan.path}"
         data = Atomic.BINARY if plan.as_bytes else Atomic.STRING
@@ -111,7 +115,7 @@ class BatchFrames:
 
     def messages(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
         """Returns the DataFrame argument of ``handle_batch``."""
-        return self._read_rows(spark, batch).select(*COLUMNS)
+        return self._read_rows(spark, batch, COLUMNS).select(*COLUMNS)
 
     def private(self, spark: SparkSession, batch: PlannedBatch, *, data: bool) -> DataFrame:
         """Returns the same rows with the columns for settlement, to be collected into Python.
@@ -121,24 +125,39 @@ class BatchFrames:
 
         :param data: Whether to include ``data`` and the other columns for ``handle_failed``.
         """
-        columns: list[Column | str] = ["message_id", "attempt", "redelivered"]
+        names: Sequence[str] = COLUMNS if data else ("message_id", "attempt", "redelivered")
+        columns: list[Column | str] = list(names)
         if data:
             columns = [micros(F.col(name), self._kind(name)).alias(name) for name in COLUMNS]
-        return self._read_rows(spark, batch).select(*columns, "source", *PRIVATE)
+        rows = self._read_rows(spark, batch, (*names, *PRIVATE))
+        return rows.select(*columns, "source", *PRIVATE)
 
     def _kind(self, name: str) -> DataType | None:
         if name == "received_at":
             return Atomic.TIMESTAMP
         return self.schema if name == "data" else None
 
-    def _read_rows(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
+    def _read_rows(
+        self, spark: SparkSession, batch: PlannedBatch, names: Sequence[str]
+    ) -> DataFrame:
+        """Returns a batch's rows, with these columns and those that identify its rows, or more."""
+        if self._arrow is None:
+            rows = self._read_by_hadoop(spark, batch)
+        else:
+            paths = [f"{self.plan.path}/{self.plan.data[index]}" for index in batch.files]
+            wanted = {"batch", "source", "position", *names}
+            schema = T.StructType([each for each in self._file_schema if each.name in wanted])
+            rows = self._arrow.rows(spark, paths, batch.rows, schema, batch.bytes)
+        rows = rows.where(in_ranges(batch.rows))
+        return rows if batch.part is None else rows.where(in_part(batch.part))
+
+    def _read_by_hadoop(self, spark: SparkSession, batch: PlannedBatch) -> DataFrame:
         files = [f"{self._folder}/{self.plan.data[index]}" for index in batch.files]
         # Paths may contain glob characters, such as brackets.
         reader = spark.read.schema(self._file_schema).option("__globPaths__", "false")
         # Regardless of the cluster's settings: a message that was not read must not be acked.
         reader = reader.option("ignoreMissingFiles", "false").option("ignoreCorruptFiles", "false")
-        rows = reader.parquet(*files).where(in_ranges(batch.rows))
-        return rows if batch.part is None else rows.where(in_part(batch.part))
+        return reader.parquet(*files)
 
 
 def micros(column: Column, kind: DataType | None) -> Column:

@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
 from airflow_broadway.core.formats.files import Files
@@ -26,28 +28,52 @@ from airflow_broadway.core.formats.work import Work, digest_of
 from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.version import __version__
-from airflow_broadway.spark.files import local_path, open_files
+from airflow_broadway.spark.files import (
+    ARROW,
+    AUTO,
+    CLIENTS,
+    choose_client,
+    local_path,
+    open_files,
+    set_s3a,
+)
 from airflow_broadway.spark.session import REFUSED, open_session
+
+if TYPE_CHECKING:
+    from airflow_broadway.spark.arrow import ArrowFiles
 
 log = logging.getLogger("airflow_broadway.spark")
 
 #: The oldest supported release of Spark.
 MIN_SPARK = (3, 5)
+#: The variable with the options of staging's client, as JSON: they may include credentials.
+CLIENT_VARIABLE = "AIRFLOW_BROADWAY_STAGING_CLIENT"
 
 
-def arguments_of(run_uri: str, path: str, work: Work) -> list[str]:
+def arguments_of(
+    run_uri: str,
+    path: str,
+    work: Work,
+    *,
+    client: str = AUTO,
+    options: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Returns the arguments with which :func:`main` runs a work file.
 
     :param run_uri: The run's folder, as a URI for Spark.
     :param path: The work file, relative to the folder.
+    :param client: One of :data:`airflow_broadway.spark.files.CLIENTS`.
+    :param options: Options of staging's client without secrets.
     """
-    options = {
+    arguments = {
         "--run": run_uri,
         "--work": path,
         "--sha256": work.digest,
         "--host": platform.node(),
+        "--client": client,
+        "--client-options": json.dumps(options or {}),
     }
-    return [word for option in options.items() for word in option]
+    return [word for argument in arguments.items() for word in argument]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", help="path of the work file in the run's folder")
     parser.add_argument("--sha256", help="the work file's digest, without which nothing is loaded")
     parser.add_argument("--host", default="?", help="the host that wrote the work file")
+    parser.add_argument("--client", default=AUTO, choices=CLIENTS, help="what reads the folder")
+    parser.add_argument("--client-options", default="{}", help="its endpoint and region, as JSON")
     parser.add_argument(
         "--check",
         action="store_true",
@@ -90,24 +118,54 @@ def _check(reference: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    log.info("%s", _check_versions())
+    versions, uri = _check_versions(), str(args.run)
+    options: dict[str, Any] = json.loads(os.environ.get(CLIENT_VARIABLE) or args.client_options)
+    files: Files | None = None
+    arrow: ArrowFiles | None = None
+    if local_path(uri) is not None:
+        log.info("%s", versions)
+        files = open_files(uri)
+    else:
+        client, reason = choose_client(uri, args.client)
+        log.info("%s; staging in %s is read through %s: %s", versions, uri, client, reason)
+        if client == ARROW:
+            files = arrow = _open_arrow(uri, options)
     from airflow_broadway.spark.application import run_work  # loads pyspark
 
-    uri: str = args.run
-    files: Files | None = None
-    if local_path(uri) is not None:  # fails early, before a session is started
-        files = open_files(uri)
+    if files is not None:  # fails early, before a session is started
         _read_work(files, args)
     spark = open_session()
     try:
         context = spark.sparkContext
         ui = context.uiWebUrl or ""
         log.info("Spark application %s; its UI: %s", context.applicationId, ui)
-        files = files or open_files(uri, spark)
-        return run_work(spark, uri, files, _read_work(files, args))
+        if arrow is not None:
+            arrow.check_executor(spark, args.work)
+        if files is None:
+            if uri.startswith("s3a:"):
+                set_s3a(spark, uri, options)
+            files = open_files(uri, spark)
+        return run_work(spark, uri, files, _read_work(files, args), arrow=arrow)
     finally:
         with suppress(Exception):
             spark.stop()
+
+
+def _open_arrow(uri: str, options: Mapping[str, Any]) -> ArrowFiles:
+    """Opens the run's folder through staging's client.
+
+    :raises StagingError: If the driver's Python lacks it.
+    """
+    try:
+        from airflow_broadway.spark.arrow import ArrowFiles
+
+        return ArrowFiles(uri, options)
+    except (ImportError, StagingError) as error:
+        raise StagingError(
+            f"the Spark driver cannot open {uri} through Arrow ({error}): its Python"
+            f" ({sys.executable}) needs pyarrow, pandas, and fsspec with the client of the store"
+            " (s3fs for S3); or give Spark a Hadoop file system for it"
+        ) from error
 
 
 def _check_versions() -> str:

@@ -19,6 +19,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import object_exists, object_names, put_new, remove_objects
+from airflow_broadway.staging.errors import SETTING
 
 #: Bytes of an upload part, which is held in memory; S3 allows 10,000 parts, so 80 GiB per file.
 PART = 8 * 1024 * 1024
@@ -71,6 +72,25 @@ class Bucket:
 
     def prepare(self) -> None:
         """Does nothing: an object store has no folders."""
+
+    def check_exclusive(self, path: str) -> None:
+        """Checks that the store refuses to create an object that exists.
+
+        :param path: An object for this purpose, which is removed.
+        :raises StagingError: If the store overwrites it.
+        """
+        self.create(path, (b"1",))
+        try:
+            if self.create(path, (b"2",)):
+                raise StagingError(
+                    f"the store of {self._uri} overwrites an object despite `If-None-Match: *`, so"
+                    " two writers of a file that counts once would both succeed: use a store with"
+                    " conditional writes (AWS, MinIO, Ceph since Squid, Cloudflare R2), or set"
+                    f" {SETTING} to a disk that all hosts share"
+                )
+        finally:
+            with suppress(Exception):  # a small object of that name is never read
+                self.remove(path)
 
     def read(self, path: str) -> bytes:
         data: bytes = self._fs.cat_file(path, **self._read_options)

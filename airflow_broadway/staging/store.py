@@ -147,6 +147,8 @@ class Store:
             self.backend.prepare()
             with suppress(FileNotFoundError):
                 return self.backend.read(path)
+            if isinstance(self.backend, Bucket):
+                self.backend.check_exclusive(f"{self.root}/.broadway-probe-{uuid.uuid4().hex}")
             identity = {
                 "version": 1,
                 "id": uuid.uuid4().hex,

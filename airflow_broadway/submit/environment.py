@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
 from airflow_broadway.spark.session import NO_CONNECT
 
@@ -217,47 +216,6 @@ def _read_settings(path: Path) -> dict[str, str]:
         if line and line[0] not in "#!"
     )
     return {name: "".join(value) for name, *value in parts}
-
-
-def s3_settings(
-    uri: str, connection: Connection | None, operator_conf: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns Spark's settings and secret variables for a staging root in S3.
-
-    The settings apply to the root's bucket only, and do not affect other buckets.  Secrets are
-    never settings, which are visible on the command line.  They are environment variables of the
-    driver, which Spark passes on to its executors.
-
-    :param uri: The root as ``s3a://bucket/…``.
-    :param connection: The Airflow AWS connection; ``None``: Spark's chain of credential providers.
-    :param operator_conf: The operator's ``conf``, which takes precedence.
-    """
-    if connection is None:
-        return {}, {}
-    extra = connection.extra
-    bucket = uri.partition("://")[2].partition("/")[0]
-    prefix = f"spark.hadoop.fs.s3a.bucket.{bucket}"
-    conf: dict[str, str] = {}
-    services = extra.get("service_config") or {}
-    endpoint = (services.get("s3") or {}).get("endpoint_url") or extra.get("endpoint_url")
-    if endpoint:
-        conf[f"{prefix}.endpoint"] = str(endpoint)
-        # Few stores except AWS have a host for each bucket.
-        if "amazonaws.com" not in str(endpoint):
-            conf[f"{prefix}.path.style.access"] = "true"
-        ssl = not str(endpoint).startswith("http://")
-        conf[f"{prefix}.connection.ssl.enabled"] = str(ssl).lower()
-    if extra.get("region_name"):
-        conf[f"{prefix}.endpoint.region"] = str(extra["region_name"])
-    secret: dict[str, str] = {}
-    if connection.login and connection.password:
-        secret = {
-            "AWS_ACCESS_KEY_ID": connection.login,
-            "AWS_SECRET_ACCESS_KEY": connection.password,
-        }
-        if extra.get("aws_session_token"):
-            secret["AWS_SESSION_TOKEN"] = str(extra["aws_session_token"])
-    return {name: value for name, value in conf.items() if name not in operator_conf}, secret
 
 
 def python_variables(conf: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:

@@ -32,6 +32,8 @@ _SKIPPED = ("__pycache__", "node_modules")
 _PACKAGE = Path(__file__).parents[1]
 #: The subpackages that run in a Spark driver.
 _SUBPACKAGES = ("core", "producers", "spark")
+#: The modules of ``staging`` that run there where Hadoop has no file system for its root.
+_STAGING = ("__init__", "bucket", "client", "disk", "errors", "store")
 
 ZIP_NAME = "airflow_broadway_pipeline.zip"
 LAUNCHER_NAME = "airflow_broadway_job.py"
@@ -126,6 +128,8 @@ def _iter_own_files() -> Iterator[tuple[str, Path]]:
     for name in ("__init__.py", "get_provider_info.py", "pipeline.py", "types.py"):
         if (_PACKAGE / name).is_file():
             yield f"airflow_broadway/{name}", _PACKAGE / name
+    for name in _STAGING:
+        yield f"airflow_broadway/staging/{name}.py", _PACKAGE / "staging" / f"{name}.py"
     for name in _SUBPACKAGES:
         yield from _iter_tree(_PACKAGE / name, f"airflow_broadway/{name}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.core.custody.producer import Connection
+from airflow_broadway.spark.job import CLIENT_VARIABLE
 from airflow_broadway.submit.environment import (
     SparkProgram,
     check_classic,
@@ -18,7 +19,6 @@ from airflow_broadway.submit.environment import (
     file_settings,
     find_spark,
     python_variables,
-    s3_settings,
 )
 from airflow_broadway.submit.package import Shipment, check_import, ship
 
@@ -71,7 +71,7 @@ def prepare(
     run_uri: str,
     folder: Path,
     *,
-    storage: Connection | None = None,
+    client_options: Mapping[str, Any] | None = None,
     check: bool = True,
 ) -> Submission:
     """Finds Spark, packages the code, and completes the configuration.
@@ -79,7 +79,7 @@ def prepare(
     :param ref: The pipeline's reference.
     :param run_uri: The run's folder, as a URI for Spark.
     :param folder: The output folder; it must exist until Spark has started.
-    :param storage: The Airflow connection of a staging root in S3.
+    :param client_options: Options of the client of the staging root, including secrets.
     :param check: Whether to import the pipeline in a separate process, as the driver will.
     :raises BroadwayError: With one sentence on what is missing.
     """
@@ -97,11 +97,12 @@ def prepare(
     if check:
         _check(ref, shipment, own)
     conf = {**chosen.conf, **default_conf(chosen.master, chosen.conf, file_conf)}
-    s3_conf, secret = s3_settings(run_uri, storage, conf)
     variables = dict(program.env)
     if client:
-        variables |= python_variables(conf, env) | secret
-    elif secret:
+        variables |= python_variables(conf, env)
+        if client_options:
+            variables[CLIENT_VARIABLE] = json.dumps(dict(client_options))
+    elif client_options:
         log.warning(
             "In cluster mode no credentials are handed to Spark: it uses its own chain of"
             " providers for %s.",
@@ -111,7 +112,7 @@ def prepare(
         program=program,
         application=str(shipment.launcher),
         py_files=",".join([str(shipment.zip), *own]),
-        conf={**conf, **s3_conf},
+        conf=conf,
         variables=variables,
     )
 
