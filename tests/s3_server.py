@@ -37,6 +37,8 @@ class S3Server:
         self._writing = threading.Lock()
         self.requests = Requests()
         self.endpoint = ""
+        #: A header that the server ignores, as in WSGI.
+        self.ignored = ""
         #: Called for each request: ``"before"`` its execution, and ``"after"``, before the answer.
         self.told: Callable[[str], None] = lambda moment: None
 
@@ -48,6 +50,7 @@ class S3Server:
         with self._lock:
             self.requests[kind, key] += 1
         self.told("before")
+        environ.pop(self.ignored, None)
         # S3 creates an object atomically; moto checks, then writes.
         with self._writing if kind == "PUT" else nullcontext():
             answer = self._app(environ, start_response)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from airflow_broadway.runs.plans import OpenPlans
     from airflow_broadway.runs.spark_batches import Ending, SparkBatches
     from airflow_broadway.staging.run_folder import StagedRun
+    from airflow_broadway.staging.store import Store
     from airflow_broadway.submit.submission import Chosen
 
 __all__ = ["BroadwaySparkSubmitOperator"]
@@ -200,19 +201,13 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     ) -> Iterator[None]:
         """Completes the arguments; within the context, the application can be started."""
         from airflow_broadway.spark.job import arguments_of
-        from airflow_broadway.staging.client import (
-            client_options,
-            public_options,
-            renewed_options,
-        )
+        from airflow_broadway.staging.client import public_options, renewed_options
         from airflow_broadway.submit.hook import SubmitHook
         from airflow_broadway.submit.submission import prepare
 
         own = self.application, self.py_files, self.conf
         run_uri, store = run.spark_uri(), run.store
-        # Without a connection, every process finds its own credentials.
-        named = not store.local and "@" in store.uri.split("/")[2]
-        options = client_options(store.fs, of_machine=False) if named else {}
+        options = self._client_options(store)
         with (
             tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder,
             renewed_options(store.fs, options, Path(folder) / "credentials.json") as options,
@@ -284,6 +279,17 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             properties_file=self.properties_file,
             py_files=self.py_files or "",
         )
+
+    @staticmethod
+    def _client_options(store: Store) -> dict[str, Any]:
+        """Returns the options of a root whose URI names a connection: without one every process
+        finds its own credentials.
+        """
+        from airflow_broadway.staging.client import client_options
+
+        if store.local or "@" not in store.uri.split("/")[2]:
+            return {}
+        return client_options(store.fs, of_machine=False)
 
     def is_job_succeeded(self, status: str) -> bool:
         # A cluster's job may have succeeded long ago, and its batches have been cleared since.

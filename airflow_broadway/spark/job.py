@@ -66,12 +66,12 @@ def arguments_of(
     :param options: Options of staging's client without secrets.
     """
     arguments = {
+        **({} if client == AUTO else {"--client": client}),
+        **({"--client-options": json.dumps(options)} if options else {}),
         "--run": run_uri,
         "--work": path,
         "--sha256": work.digest,
         "--host": platform.node(),
-        "--client": client,
-        "--client-options": json.dumps(options or {}),
     }
     return [word for argument in arguments.items() for word in argument]
 

@@ -147,8 +147,6 @@ class Store:
             self.backend.prepare()
             with suppress(FileNotFoundError):
                 return self.backend.read(path)
-            if isinstance(self.backend, Bucket):
-                self.backend.check_exclusive(f"{self.root}/.broadway-probe-{uuid.uuid4().hex}")
             identity = {
                 "version": 1,
                 "id": uuid.uuid4().hex,
@@ -156,6 +154,8 @@ class Store:
                 "created_at": SystemClock().now().isoformat(),
             }
             try:
+                if isinstance(self.backend, Bucket):
+                    self.backend.check_exclusive(f"{self.root}/.broadway-probe-{uuid.uuid4().hex}")
                 self.backend.create(path, (json.dumps(identity).encode(),))
                 return self.backend.read(path)  # of two concurrent writers one wins
             except FileNotFoundError as error:

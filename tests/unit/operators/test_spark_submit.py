@@ -26,7 +26,6 @@ from airflow.serialization.serialized_objects import DagSerialization
 
 import airflow_broadway
 from airflow_broadway.adapters.host import Host
-from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import (
     BroadwayError,
@@ -45,9 +44,10 @@ from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.runs.outcomes import run_again_command
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.spark_batches import SparkBatches
+from airflow_broadway.spark.job import CLIENT_VARIABLE
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.submit import submission
-from airflow_broadway.submit.environment import LIGHT_JVM, SparkMissing, s3_settings
+from airflow_broadway.submit.environment import LIGHT_JVM, SparkMissing
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import GENERATION, Planned, Staged, rows
 
@@ -212,20 +212,31 @@ def test_s3_keys_are_on_no_command_line_and_in_no_cluster(world, monkeypatch, mo
     # Given a staging root in S3, by a connection that has keys
     connection = {"conn_type": "spark", "host": "yarn", "extra": {"deploy-mode": mode}}
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    aws = Connection(conn_id="aws", login="AKIA", password="hush", extra={"region_name": "eu"})
-    s3 = s3_settings("s3a://lake/x", aws, {})
-    monkeypatch.setattr(submission, "s3_settings", lambda *_: s3)
+    options = {
+        "key": "AKIA",
+        "secret": "hush",
+        "config_kwargs": {"proxies": {"http": "http://me:hush@proxy"}},
+        "client_kwargs": {"region_name": "eu"},
+        "endpoint_url": "http://minio:9000",
+    }
+    monkeypatch.setattr(BroadwaySparkSubmitOperator, "_client_options", lambda *_: options)
 
     # When the application is started
-    world.execute(durable=False)
+    world.execute(durable=False, staging_client="arrow")
 
-    # Then its settings name the bucket, and the keys are in its environment alone, if anywhere
+    # Then its arguments have the endpoint, and its environment the keys, if anything
     [command], [env] = world.commands, world.envs
-    assert settings(command)["spark.hadoop.fs.s3a.bucket.lake.endpoint.region"] == "eu"
+    public = {"endpoint_url": "http://minio:9000", "client_kwargs": {"region_name": "eu"}}
+    assert json.loads(command[command.index("--client-options") + 1]) == public
+    assert command[command.index("--client") + 1] == "arrow"
     assert "hush" not in str(command)
-    assert env.get("AWS_SECRET_ACCESS_KEY") == ("hush" if mode == "client" else None)
+    handed = json.loads(env.get(CLIENT_VARIABLE, "null"))
+    assert handed == (options if mode == "client" else None)
+
+
+def test_unknown_staging_client_is_refused_while_the_dag_is_parsed(world):
+    with pytest.raises(OptionsError, match=r"staging_client.*one of auto, hadoop, arrow"):
+        world.operator(staging_client="s3fs")
 
 
 def test_local_master_gets_overridable_light_settings(world):

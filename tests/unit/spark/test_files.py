@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import LocalFiles
-from airflow_broadway.spark.files import HadoopFiles, local_path, open_files
+from airflow_broadway.spark.files import HadoopFiles, local_path, open_files, set_s3a
 
 
 @pytest.mark.parametrize(
@@ -89,3 +90,47 @@ def test_create_that_meets_an_object_succeeds_only_if_it_is_equal(content, own):
     # Then the request was conditional
     builder = files._fs.createFile.return_value.overwrite.return_value.recursive.return_value
     builder.must.assert_called_once_with("fs.option.create.conditional.overwrite", "true")
+
+
+OPTIONS = {
+    "key": "AKIA",
+    "secret": "hush",
+    "endpoint_url": "http://minio:9000",
+    "client_kwargs": {"region_name": "eu-central-1"},
+}
+
+
+def s3a(options: dict[str, Any], *own: str) -> dict[str, str]:
+    """Returns what is set for a bucket, next to the application's own settings."""
+    spark = mock.Mock()
+    found: dict[str, str] = {}
+    spark.sparkContext.getConf.return_value.contains = own.__contains__
+    spark._jsc.hadoopConfiguration.return_value.set = found.__setitem__
+    set_s3a(spark, "s3a://lake/broadway/run", options)
+    assert all(name.startswith("fs.s3a.bucket.lake.") for name in found)
+    return {name.removeprefix("fs.s3a.bucket.lake."): value for name, value in found.items()}
+
+
+def test_s3a_gets_endpoint_and_credentials_of_one_bucket():
+    assert s3a(OPTIONS) == {
+        "endpoint": "http://minio:9000",
+        "path.style.access": "true",
+        "connection.ssl.enabled": "false",
+        "endpoint.region": "eu-central-1",
+        "access.key": "AKIA",
+        "secret.key": "hush",
+    }
+    assert s3a({}) == {}
+
+
+def test_users_s3a_settings_stay():
+    name = "fs.s3a.bucket.lake.endpoint"
+    assert "endpoint" not in s3a(OPTIONS, f"spark.hadoop.{name}")
+
+
+def test_amazon_s3_needs_no_path_style_and_temporary_keys_a_token():
+    endpoint = "https://s3.eu-west-1.amazonaws.com"
+    found = s3a({"endpoint_url": endpoint, "key": "k", "secret": "s", "token": "t"})
+    assert "path.style.access" not in found
+    assert found["connection.ssl.enabled"] == "true"
+    assert found["session.token"] == "t"

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.submit.environment import (
     SparkMissing,
     check_java,
     default_conf,
     file_settings,
     find_spark,
-    s3_settings,
 )
 
 
@@ -122,41 +120,3 @@ def test_local_master_gets_the_settings_of_the_guide():
         "spark.ui.showConsoleProgress": "false",
         "spark.log.level": "WARN",
     }
-
-
-MINIO = {"endpoint_url": "http://minio:9000", "region_name": "eu-central-1"}
-AWS = Connection(conn_id="aws", conn_type="aws", login="AKIA", password="hush", extra=MINIO)
-
-
-def test_arguments_for_a_root_in_s3():
-    conf, secret = s3_settings("s3a://bucket/broadway/run", AWS, {})
-    prefix = "spark.hadoop.fs.s3a.bucket.bucket"
-    assert conf == {
-        f"{prefix}.endpoint": "http://minio:9000",
-        f"{prefix}.path.style.access": "true",
-        f"{prefix}.connection.ssl.enabled": "false",
-        f"{prefix}.endpoint.region": "eu-central-1",
-    }
-    assert secret == {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "hush"}
-    assert "hush" not in str(conf)
-
-
-def test_users_s3_settings_stay():
-    name = "spark.hadoop.fs.s3a.bucket.bucket.endpoint"
-    conf, _ = s3_settings("s3a://bucket/x", AWS, {name: "mine"})
-    assert name not in conf
-
-
-def test_amazon_s3_needs_no_path_style_and_temporary_keys_a_token():
-    services = {"s3": {"endpoint_url": "https://s3.eu-west-1.amazonaws.com"}}
-    extra = {"service_config": services, "aws_session_token": "t"}
-    connection = Connection(conn_id="aws", login="ASIA", password="p", extra=extra)
-    conf, secret = s3_settings("s3a://b/x", connection, {})
-    assert "spark.hadoop.fs.s3a.bucket.b.path.style.access" not in conf
-    assert conf["spark.hadoop.fs.s3a.bucket.b.connection.ssl.enabled"] == "true"
-    assert secret["AWS_SESSION_TOKEN"] == "t"
-
-
-def test_connection_without_keys_uses_the_provider_chain():
-    assert s3_settings("s3a://b/x", Connection(conn_id="aws"), {}) == ({}, {})
-    assert s3_settings("s3a://b/x", None, {}) == ({}, {})
