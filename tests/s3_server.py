@@ -39,6 +39,8 @@ class S3Server:
         self.endpoint = ""
         #: A header that the server ignores, as in WSGI.
         self.ignored = ""
+        #: An access key whose requests it denies.
+        self.denied = ""
         #: Called for each request: ``"before"`` its execution, and ``"after"``, before the answer.
         self.told: Callable[[str], None] = lambda moment: None
 
@@ -51,6 +53,9 @@ class S3Server:
             self.requests[kind, key] += 1
         self.told("before")
         environ.pop(self.ignored, None)
+        if self.denied and f"Credential={self.denied}/" in environ.get("HTTP_AUTHORIZATION", ""):
+            start_response("403 Forbidden", [("Content-Type", "application/xml")])
+            return [b"<Error><Code>InvalidAccessKeyId</Code><Message>No such key</Message></Error>"]
         # S3 creates an object atomically; moto checks, then writes.
         with self._writing if kind == "PUT" else nullcontext():
             answer = self._app(environ, start_response)

@@ -40,8 +40,9 @@ def choose_client(uri: str, client: str) -> tuple[str, str]:
 
     :param client: One of :data:`CLIENTS`.
     :returns: The client, and the reason for the log.
+    :raises StagingError: If ``client`` is Hadoop, which has no file system for the scheme.
     """
-    if client != AUTO:
+    if client == ARROW:
         return client, "as set"
     from pyspark import SparkContext
 
@@ -54,9 +55,15 @@ def choose_client(uri: str, client: str) -> tuple[str, str]:
     try:
         jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme, conf)
     except Exception as error:
-        if _is_java(error, "ClassNotFoundException", "UnsupportedFileSystemException"):
-            return ARROW, f"Hadoop has no file system for {scheme}"
-        raise
+        if not _is_java(error, "ClassNotFoundException", "UnsupportedFileSystemException"):
+            raise
+        reason = f"Hadoop has no file system for {scheme}"
+        if client == AUTO:
+            return ARROW, reason
+        raise StagingError(
+            f"staging_client is {client!r}, but this Spark's {reason}: set packages to one that has"
+            f" it (hadoop-aws for s3a), or staging_client to {AUTO!r}"
+        ) from error
     return HADOOP, f"Hadoop has a file system for {scheme}"
 
 

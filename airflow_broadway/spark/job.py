@@ -126,7 +126,11 @@ def _run(args: argparse.Namespace) -> int:
         log.info("%s", versions)
         files = open_files(uri)
     else:
-        client, reason = choose_client(uri, args.client)
+        try:
+            client, reason = choose_client(uri, args.client)
+        except StagingError:
+            log.info("%s", versions)
+            raise
         log.info("%s; staging in %s is read through %s: %s", versions, uri, client, reason)
         if client == ARROW:
             files = arrow = _open_arrow(uri, options)
@@ -194,11 +198,12 @@ def _read_work(files: Files, args: argparse.Namespace) -> Work:
     path: str = args.work
     try:
         text = files.read(path)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        why = f" ({error})" if "bucket" in str(error).partition(args.run)[0] else ""
         raise StagingError(
             f"{args.run}/{path}, written on host {args.host!r}, is not there for the Spark driver"
-            f" on host {platform.node()!r}: every task and the driver must see the same staging"
-            " root; set [broadway] staging to one that they share"
+            f" on host {platform.node()!r}{why}: every task and the driver must see"
+            " the same staging root; set [broadway] staging to one that they share"
         ) from None
     # Before importing anything that it names: the staging folder may be writable by others.
     if digest_of(text) != args.sha256:

@@ -85,7 +85,7 @@ def _explain_denied(doing: str, uri: str) -> tuple[str, str]:
     identity = (
         f"the identity of the Airflow connection {conn_id!r}"
         if conn_id
-        else "the identity that the client finds by itself"
+        else "the credentials of this process"
     )
     action = _S3_ACTIONS.get(doing.partition(" ")[0]) if scheme.startswith("s3") else None
     right = f"{action} there" if action else "this"

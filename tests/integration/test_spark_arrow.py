@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import uuid
 from datetime import UTC, date, datetime
 from decimal import Decimal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow.dataset as ds
 import pytest
 
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.spark import failed
+from airflow_broadway.spark import failed, job
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.arrow import ArrowFiles
+from airflow_broadway.spark.job import CLIENT_VARIABLE
+from airflow_broadway.spark.session import INCOMPLETE, REFUSED
+from scripts.airflow_env import ROOT
 from tests.s3_server import S3Server, s3_server
 from tests.unit.spark.pipelines import Counting, Mending
 from tests.unit.spark.plans import Planned, Row, Staged, rows
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +140,184 @@ def test_every_schema_type_round_trips(bucket):
     assert read["ts"].astimezone(UTC) == instant
     assert {**read, "ts": instant, "y": bytes(read["y"])} == data
     assert rebuilt == data
+
+
+def test_refusal_in_an_executor_leaves_its_batch_without_an_outcome(bucket, server, caplog):
+    plan = bucket.plan("default", [Planned("b0", rows(5)), Planned("b1", rows(5, prefix="n"))])
+
+    def callback(messages: DataFrame, info: BatchInfo) -> None:
+        server.denied = "test" if info.batch_id == "b0" else ""
+        try:
+            messages.collect()
+        finally:
+            server.denied = ""
+
+    # When the credentials end in the middle of a run
+    assert bucket.run(callback, plan) == INCOMPLETE
+
+    # Then the batch is not failed: a retry handles it
+    assert {name: made.successful for name, made in bucket.outcomes("default").items()} == {"b1": 5}
+    assert "messages of the batch b0 cannot be read back (cannot read batches/" in caplog.text
+    assert "the store refused" in caplog.text
+
+
+def test_missing_data_file_leaves_its_batch_without_an_outcome(bucket, caplog):
+    batches = [Planned(f"b{n}", rows(2, prefix=f"b{n}-")) for n in range(2)]
+    plan = bucket.plan("default", batches, batches_per_file=1)
+    (bucket.root / plan.path / plan.data[0]).unlink()
+    assert bucket.run(lambda messages, info: messages.count() and None, plan) == INCOMPLETE
+    assert list(bucket.outcomes("default")) == ["b1"]
+    assert "messages of the batch b0 cannot be read back (FileNotFoundError" in caplog.text
+
+
+def test_row_groups_are_shared_by_the_tasks_of_a_batch(bucket, monkeypatch):
+    # Given a merged batch of more bytes than a task reads
+    monkeypatch.setattr("airflow_broadway.spark.arrow.TASK_BYTES", 20)
+    batches = [Planned(f"b{n}", rows(3, prefix=f"b{n}-")) for n in range(6)]
+    plan = bucket.plan("default", batches, batches_per_file=4)
+    files = [f"{plan.path}/{name}" for name in plan.data]
+    bucket.upload()
+    from pyspark.sql import types as T  # noqa: N812
+
+    schema = T.StructType([T.StructField("message_id", T.StringType())])
+    frame = bucket.arrow.rows(spark_session(), files, [[1, 2], [4, 5]], schema, 60)
+    assert frame.rdd.getNumPartitions() == 3
+    parts = frame.rdd.glom().map(len).collect()
+    assert sorted(parts) == [3, 3, 6]
+    found = sorted(row.message_id for row in frame.collect())
+    assert found == [f"b{n}-{i}" for n in (1, 2, 4, 5) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"key": "AKIAWRONG"},
+            "the store refused (the credentials of this process, bucket 'bucket-",
+        ),
+        ({}, "is not there for the Spark driver on host"),
+        ({"bucket": "nowhere"}, "The specified bucket does not exist"),
+    ],
+    ids=["wrong credentials", "no file", "no bucket"],
+)
+def test_driver_that_cannot_read_its_work_refuses_before_a_session(
+    server, monkeypatch, caplog, change, told
+):
+    root = server.root()
+    server.denied = "AKIAWRONG"
+    options = {**server.options(), "key": change.get("key", "test")}
+    monkeypatch.setenv(CLIENT_VARIABLE, json.dumps(options))
+    bucket = change.get("bucket", root.split("/")[2])
+    uri = f"s3a://{bucket}/staging/Counting/dag/run"
+    monkeypatch.setattr(job, "open_session", None)
+    arguments = ["--client", "arrow", "--run", uri, "--work", "work/t-1.json", "--sha256", "0"]
+    try:
+        assert job.main(arguments) == REFUSED
+    finally:
+        server.denied = ""
+    [error] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told in error
+
+
+def test_driver_without_the_client_of_the_store_says_what_it_needs(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "airflow_broadway.spark.arrow", None)
+    assert job.main(["--client", "arrow", "--run", "s3a://b/x/y/z", "--work", "w"]) == REFUSED
+    assert "needs pyarrow, pandas, and fsspec with the client of the store (s3fs" in caplog.text
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lake(world, server, monkeypatch):
+    """A world whose staging root is a bucket, by a connection; no process has other keys."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "none")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "none")
+    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    conn_id = f"lake_{uuid.uuid4().hex}"
+    extra = {"endpoint_url": server.endpoint, "region_name": "eu-west-1"}
+    aws = {"conn_type": "aws", "login": "AKIALAKE", "password": "hush hush", "extra": extra}
+    world.connect(conn_id, aws)
+    world.connect("spark_default", {"conn_type": "spark", "host": "local[2]"})
+    root = server.root()
+    world.patch.setenv("AIRFLOW__BROADWAY__STAGING", root.replace("s3://", f"s3://{conn_id}@"))
+    world.patch.syspath_prepend(ROOT / "tests" / "integration" / "pipelines" / "spark")
+    world.bucket = server.store(root)
+    server.denied = "none"
+    yield world
+    server.denied = ""
+
+
+def run_figures(lake: Any, name: str = "Figures", **spark: Any) -> Any:
+    """Runs a pipeline of two batchers on 40 messages."""
+    from airflow_broadway.core.reference import import_class
+
+    lake.numbers(range(1, 31), price=0.5)
+    lake.numbers(range(31, 41), to="other")
+    pipeline: Any = import_class(f"figures_pipeline:{name}")
+    pipeline = pipeline(context={"output": f"{lake.folder}/output"})
+    return lake.run(pipeline.dag("lake", default_args={"retries": 0}, spark=spark))
+
+
+def check_whole(lake: Any, ran: Any) -> None:
+    """Every message is settled once, and every row is in the output once."""
+    assert ran.state == "success"
+    [path] = [path for path in lake.bucket.fs.find(lake.bucket.root) if "report.json" in path]
+    report = json.loads(lake.bucket.fs.cat_file(path))
+    assert report["balanced"]
+    totals = {name: count for name, count in report["totals"].items() if count}
+    assert totals == {
+        "received": 40, "failed": 5, "acked": 35, "dead_lettered": 5, "accounted": 40
+    }  # fmt: skip
+    table = ds.dataset(Path(lake.folder) / "output" / "default", partitioning="hive").to_table()
+    numbers: Any = table["n"].to_pylist()
+    assert sorted(numbers) == list(range(1, 31))
+
+
+@pytest.mark.airflow
+def test_run_with_a_bucket_needs_no_file_system_of_hadoop(lake, capfd):
+    ran = run_figures(lake)
+
+    check_whole(lake, ran)
+    log = "".join(capfd.readouterr())
+    assert "is read through arrow: Hadoop has no file system for s3a" in log
+    first = next(line for line in log.splitlines() if "airflow-broadway 0" in line)
+    assert "is read through arrow" in first
+    assert "hush" not in log
+
+
+@pytest.mark.airflow
+def test_driver_killed_after_its_write_is_followed_by_another(lake):
+    check_whole(lake, run_figures(lake, "Interrupted"))
+
+
+@pytest.mark.airflow
+@pytest.mark.parametrize(
+    ("spark", "told"),
+    [
+        (
+            {
+                "env_vars": {
+                    "PYSPARK_PYTHON": f"{sys.base_prefix}/bin/python3",
+                    "PYSPARK_DRIVER_PYTHON": sys.executable,
+                }
+            },
+            "an executor cannot read s3://{root}/",
+        ),
+        (
+            {"staging_client": "hadoop"},
+            "staging_client is 'hadoop', but this Spark's Hadoop has no file system for s3a: set",
+        ),
+    ],
+    ids=["executor without Arrow", "Hadoop without s3a"],
+)
+def test_spark_that_cannot_read_the_bucket_refuses_in_one_sentence(lake, capfd, spark, told):
+    ran = run_figures(lake, **spark)
+
+    assert ran.state == "failed"
+    assert ran.states["handle_batches"] == "failed"
+    log = "".join(capfd.readouterr())
+    assert told.format(root=lake.bucket.root) in log
+    assert log.count("Spark-Submit cmd") == 1  # one driver
+    assert lake.depth[3] == 0  # no dead letter

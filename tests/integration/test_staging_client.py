@@ -23,6 +23,7 @@ from airflow_broadway.staging.client import (
 )
 from airflow_broadway.staging.store import Store
 from tests.s3_server import s3_server
+from tests.waiting import eventually
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -123,8 +124,7 @@ def test_temporary_credentials_are_renewed_for_a_running_driver(opened, tmp_path
     # When the driver's own have nearly expired
     with renewed_options(store.fs, options, file) as handed:
         assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
-        while json.loads(file.read_text())["expires"] == options["expires"]:
-            pass
+        eventually(lambda: json.loads(file.read_text())["expires"] != options["expires"])
         driver = reopened(store, {**handed, "key": "ASIAOLD"})
 
         # Then its client takes those of the worker, and so do its executors

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, RetryPolicy
@@ -28,3 +31,15 @@ class Figures(Broadway):
         kept = messages.select("message_id", "data.*")
         kept.write.mode("overwrite").parquet(batch_info.path(context["output"], batcher))
         return failed(messages.where("data.n % 7 = 0"), reason="divisible by seven")
+
+
+class Interrupted(Figures):
+    """The same; the first batch kills its driver once its rows are written."""
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        result = super().handle_batch(batcher, messages, batch_info, context)
+        killed = Path(context["output"]) / "_killed"
+        if not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
