@@ -11,13 +11,13 @@ REACHED = {
     "cli/": 1_290,
     "core/": 8_105,
     "hooks/": 80,
-    "operators/": 630,
+    "operators/": 640,
     "plugin/": 1_900,
     "runs/": 4_780,
     "sensors/": 330,
-    "spark/": 1_390,
-    "staging/": 4_160,
-    "submit/": 460,
+    "spark/": 1_610,
+    "staging/": 4_265,
+    "submit/": 435,
     "testing/": 3_605,
     "triggers/": 170,
     "*.py": 550,
@@ -29,8 +29,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 40_815,
-    "tests and scripts": 62_660,
+    "package": 41_140,
+    "tests and scripts": 63_070,
 }
 
 MODULE = '''"""A module.
