@@ -24,12 +24,12 @@ from airflow_broadway.adapters.links import ON_SPARK, note_spark
 from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
+from airflow_broadway.core.formats.files import AUTO, CLIENTS
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.text import many, without_outcome
-from airflow_broadway.spark.files import AUTO, CLIENTS
 
 if TYPE_CHECKING:
     from airflow.sdk import Context

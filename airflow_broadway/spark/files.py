@@ -17,7 +17,15 @@ from contextlib import suppress
 from typing import Any
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.files import TEMPORARY, Files, LocalFiles, check_path
+from airflow_broadway.core.formats.files import (
+    ARROW,
+    AUTO,
+    HADOOP,
+    TEMPORARY,
+    Files,
+    LocalFiles,
+    check_path,
+)
 
 #: Characters per call to the JVM.
 CHUNK = 1 << 18
@@ -31,14 +39,10 @@ _CONDITIONAL = "fs.option.create.conditional.overwrite"
 _RENAMES = ("hdfs", "viewfs", "webhdfs", "swebhdfs", "ofs", "o3fs", "maprfs")
 
 
-#: The clients of a store: Hadoop's file system where it has one for the scheme, else Arrow.
-AUTO, HADOOP, ARROW = CLIENTS = ("auto", "hadoop", "arrow")
-
-
 def choose_client(uri: str, client: str) -> tuple[str, str]:
     """Chooses the client of a store, before a session is opened.
 
-    :param client: One of :data:`CLIENTS`.
+    :param client: One of :data:`airflow_broadway.core.formats.files.CLIENTS`.
     :returns: The client, and the reason for the log.
     :raises StagingError: If ``client`` is Hadoop, which has no file system for the scheme.
     """

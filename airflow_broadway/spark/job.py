@@ -23,15 +23,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
-from airflow_broadway.core.formats.files import Files
+from airflow_broadway.core.formats.files import ARROW, AUTO, CLIENTS, Files
 from airflow_broadway.core.formats.work import Work, digest_of
 from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.version import __version__
 from airflow_broadway.spark.files import (
-    ARROW,
-    AUTO,
-    CLIENTS,
     choose_client,
     local_path,
     open_files,
@@ -62,7 +59,7 @@ def arguments_of(
 
     :param run_uri: The run's folder, as a URI for Spark.
     :param path: The work file, relative to the folder.
-    :param client: One of :data:`airflow_broadway.spark.files.CLIENTS`.
+    :param client: One of :data:`airflow_broadway.core.formats.files.CLIENTS`.
     :param options: Options of staging's client without secrets.
     """
     arguments = {

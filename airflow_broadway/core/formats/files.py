@@ -22,6 +22,10 @@ from airflow_broadway.core.errors import StagingError
 #: synchronizers create their own.
 TEMPORARY = ".tmp-"
 
+#: How a Spark driver accesses a run: by Hadoop where that has a file system for the root, else by
+#: Arrow; or always by one of them.
+AUTO, HADOOP, ARROW = CLIENTS = ("auto", "hadoop", "arrow")
+
 #: Errors of file systems that cannot sync a folder, and need not.
 _FOLDERS_NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP)
 
