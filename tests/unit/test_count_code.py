@@ -15,7 +15,7 @@ REACHED = {
     "plugin/": 1_900,
     "runs/": 4_780,
     "sensors/": 330,
-    "spark/": 1_610,
+    "spark/": 1_615,
     "staging/": 4_265,
     "submit/": 435,
     "testing/": 3_605,
@@ -29,7 +29,7 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 41_140,
+    "package": 41_145,
     "tests and scripts": 63_070,
 }
 
