@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up this checkout: the environment in .venv and a Java for Spark; with --rabbitmq or --kafka, that
-# broker too; with --browser, Chromium and its driver; with --cluster, Celery and PostgreSQL's client; with
+# broker too; with --s3a, Hadoop's S3A; with --browser, Chromium and its driver; with --cluster, Celery and PostgreSQL's client; with
 # --quick-spark, what lets many Sparks start in less time.
 #
 # Needs Python alone.  Each step leaves a stamp, so that a second call does nothing, in a fraction of a
@@ -243,33 +243,33 @@ setup_rabbitmq() {
         "export AIRFLOW_BROADWAY_RABBITMQ_URL=amqp://guest:guest@127.0.0.1:5672/"
 }
 
-# ----------------------------------------------------------------------------------------- Kafka
-# Apache Kafka is jars of Maven Central, which only Maven fetches: each with its hash in jars.sha256.
+# -------------------------------------------------------------------------------- Kafka and S3A
+# Jars of Maven Central, which only Maven fetches: each with its hash in jars.sha256.
 sha256() {
     if command -v sha256sum >/dev/null; then sha256sum "$@"; else shasum -a 256 "$@"; fi
 }
 
-setup_kafka() {
-    local pins=scripts/kafka/jars.sha256 jars=build/kafka new=build/kafka.$$ made
-    made=$(cat scripts/kafka/pom.xml "$pins" | cksum)
+# setup_jars FOLDER TITLE WITHOUT: what scripts/FOLDER names, into build/FOLDER.
+setup_jars() {
+    local pins=scripts/$1/jars.sha256 jars=build/$1 new=build/$1.$$ made
+    made=$(cat "scripts/$1/pom.xml" "$pins" | cksum)
     [ "$(cat "$jars/.whole" 2>/dev/null)" != "$made" ] || return 0
     if ! command -v mvn >/dev/null; then
-        say "No mvn: tests of Kafka run on librdkafka's mock cluster alone.  To run all: apt-get install maven."
+        say "No mvn: $3.  To run all: apt-get install maven."
         return
     fi
-    say "Resolving Apache Kafka with Maven for the tests; they start it themselves."
+    say "Resolving $2 with Maven for the tests; they start it themselves."
     mkdir -p build/setup
-    if JAVA_HOME=$(sed -n 2p build/setup/java) mvn -q -B -f scripts/kafka/pom.xml \
-        dependency:copy-dependencies -DoutputDirectory="$PWD/$new" >build/setup/kafka.log 2>&1 </dev/null; then
+    if JAVA_HOME=$(sed -n 2p build/setup/java) mvn -q -B -f "scripts/$1/pom.xml" \
+        dependency:copy-dependencies -DoutputDirectory="$PWD/$new" >"build/setup/$1.log" 2>&1 </dev/null; then
         (cd "$new" && sha256 *.jar) | cmp -s - "$pins" \
-            || die "Apache Kafka's jars in $new are not those that $pins pins: see which with sha256sum."
+            || die "The jars of $2 in $new are not those that $pins pins: see which with sha256sum."
         printf '%s\n' "$made" >"$new/.whole"
         rm -rf "$jars"
         mv "$new" "$jars"
     else
         rm -rf "$new"
-        say "Maven could not resolve Apache Kafka (build/setup/kafka.log): its tests run on librdkafka's" \
-            "mock cluster alone."
+        say "Maven could not resolve $2 (build/setup/$1.log): $3."
     fi
 }
 
@@ -294,21 +294,23 @@ setup_browser() {
 }
 
 # ------------------------------------------------------------------------------------------------
-rabbitmq='' kafka='' browser='' cluster='' quick_spark=''
+rabbitmq='' kafka='' s3a='' browser='' cluster='' quick_spark=''
 for argument in "$@"; do
     case $argument in
         --rabbitmq) rabbitmq=1 ;;
         --kafka) kafka=1 ;;
+        --s3a) s3a=1 ;;
         --browser) browser=1 ;;
         --cluster) cluster=1 ;;
         --quick-spark) quick_spark=1 ;;
-        *) die "setup.sh knows --rabbitmq, --kafka, --browser, --cluster and --quick-spark, not $argument." ;;
+        *) die "setup.sh knows --rabbitmq, --kafka, --s3a, --browser, --cluster and --quick-spark, not $argument." ;;
     esac
 done
 setup_python
 setup_java
 [ -z "$rabbitmq" ] || setup_rabbitmq
-[ -z "$kafka" ] || setup_kafka
+[ -z "$kafka" ] || setup_jars kafka "Apache Kafka" "tests of Kafka run on librdkafka's mock cluster alone"
+[ -z "$s3a" ] || setup_jars s3a "Hadoop's S3A (700 MB)" "its test is skipped"
 [ -z "$browser" ] || setup_browser
 [ -z "$cluster" ] || setup_cluster
 [ -z "$quick_spark" ] || setup_quick_spark

@@ -83,10 +83,10 @@ class Bucket:
         try:
             if self.create(path, (b"2",)):
                 raise StagingError(
-                    f"the store of {self._uri} overwrites an object despite `If-None-Match: *`, so"
-                    " two writers of a file that counts once would both succeed: use a store with"
-                    " conditional writes (AWS, MinIO, Ceph since Squid, Cloudflare R2), or set"
-                    f" {SETTING} to a disk that all hosts share"
+                    f"the store of {self._uri} overwrites an object despite a condition"
+                    " (`If-None-Match: *`), so two writers of a file that counts once would both"
+                    " succeed: use a store with conditional writes (AWS, MinIO, Ceph since Squid,"
+                    f" Cloudflare R2), or set {SETTING} to a disk that all hosts share"
                 )
         finally:
             with suppress(Exception):  # a small object of that name is never read

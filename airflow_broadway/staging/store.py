@@ -35,6 +35,8 @@ from airflow_broadway.staging.errors import SETTING, cannot, translated
 ROOT_FILE = ".broadway-root.json"
 #: A file whose modification time is the root's clock.
 CLOCK_FILE = ".broadway-clock.json"
+#: Schemes of Azure's stores.
+_AZURE = ("abfs", "abfss", "adl", "az")
 #: Files that :meth:`Folder.read_all` reads concurrently.
 READERS = 16
 #: Bytes read at a time from a file that is read line by line.
@@ -191,6 +193,8 @@ class Store:
                 scheme, authority = "s3a", authority.rpartition("@")[2]
             elif scheme in ("gs", "gcs"):
                 scheme, authority = "gs", authority.rpartition("@")[2]
+            elif scheme in _AZURE and "." not in authority.rpartition("@")[2]:
+                authority = authority.rpartition("@")[2]  # not container@account.dfs…
             base = f"{scheme}://{authority}{slash}{tail}"
         return f"{base}/{path}" if path else base
 

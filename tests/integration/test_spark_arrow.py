@@ -288,6 +288,19 @@ def test_run_with_a_bucket_needs_no_file_system_of_hadoop(lake, capfd):
 
 
 @pytest.mark.airflow
+def test_run_with_a_bucket_uses_s3a_where_spark_has_it(lake, capfd):
+    jars = ROOT / "build" / "s3a"
+    if not (jars / ".whole").exists():
+        pytest.skip("no S3A here: scripts/setup.sh --s3a, which needs mvn and fetches 700 MB")
+    ran = run_figures(lake, conf={"spark.driver.extraClassPath": f"{jars}/*"})
+
+    check_whole(lake, ran)
+    log = "".join(capfd.readouterr())
+    assert "is read through hadoop: Hadoop has a file system for s3a" in log
+    assert "hush" not in log
+
+
+@pytest.mark.airflow
 def test_driver_killed_after_its_write_is_followed_by_another(lake):
     check_whole(lake, run_figures(lake, "Interrupted"))
 

@@ -288,6 +288,7 @@ class _Fs:
         ("s3://aws_default@bucket/staging/", "s3a://bucket/staging/p"),
         ("gs://google@bucket/staging", "gs://bucket/staging/p"),
         ("abfs://container@account.dfs.core.windows.net/x", None),
+        ("abfs://azure@container/x", "abfs://container/x/p"),
     ],
 )
 def test_spark_gets_the_scheme_of_its_file_system(uri, spark):
@@ -357,7 +358,7 @@ def modes(root: Path) -> set[int]:
             "write x.json",
             "connection 'aws_default', bucket 'lake'); allow it s3:PutObject there",
         ),
-        ("s3://lake/staging", "remove x", "finds by itself, bucket 'lake'); allow it s3:Delete"),
+        ("s3://lake/staging", "remove x", "of this process, bucket 'lake'); allow it s3:Delete"),
         ("gs://g@lake", "read x", "connection 'g', bucket 'lake'); allow it this"),
         ("file:///data", "read x", "change its owner or mode"),
     ],
