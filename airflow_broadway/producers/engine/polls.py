@@ -1,15 +1,15 @@
 """Keeps receives in flight: several at a time, and no more than the demand needs.
 
-The run's thread submits receives for its demand and collects their answers; a thread pool executes
-them.  After an empty receive, pending receives are skipped.  While the queue is quiet, one receive
-is made every ``interval`` seconds, until one returns messages.
+The run's thread states its demand and collects the answers.  Threads of a pool receive until the
+demand is met, so that a broker that returns less than requested is asked again immediately; an
+empty receive ends its thread.  While the queue is quiet, one receive is made every ``interval``
+seconds, until one returns messages.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -46,61 +46,57 @@ class Polls:
         self._name = type(broker).__name__
         self._pool: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
-        #: Receives in flight or waiting for a thread, and the sum of their demands.
-        self._flying = 0
-        self._requested = 0
-        #: Receives in flight that were submitted before the queue was quiet.
+        #: Threads that receive, the messages that they request, and those not yet requested.
+        self._flying = self._requested = self._missing = 0
+        #: Receives in flight that were made before the queue was quiet.
         self._early = 0
-        self._answers: deque[Answer] = deque()
+        #: Answers, the messages in them, and those that :meth:`take` waits for.
+        self._answers: list[Answer] = []
+        self._waiting, self._needed = 0, 1
         self._quiet_until = 0.0
         self._quiet = False
         self._error: Exception | None = None
-        #: The number of failed receives; a failure makes all receives submitted before it obsolete.
-        self._failures = 0
         self._closed = False
         #: Whether :meth:`close` has stopped collecting answers.
         self._gone = False
 
     def want(self, demand: int) -> None:
-        """Submits receives until ``demand`` messages are in flight or waiting."""
+        """Has threads receive until ``demand`` messages are in flight or waiting."""
         with self._changed:
-            waiting = sum(len(answer.messages) for answer in self._answers)
-            missing = demand - waiting - self._requested
-            if self._closed or self._error is not None or missing <= 0:
+            room = (1 if self._quiet else self._concurrency) - self._flying
+            early = self._clock.monotonic() < self._quiet_until or (self._quiet and room <= 0)
+            if early or self._closed or self._error is not None:
                 return
-            if self._clock.monotonic() < self._quiet_until or (self._quiet and self._flying):
-                return
+            self._missing = demand - self._waiting - self._requested
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._concurrency, f"broadway-{self._name}-receive")
-            while missing > 0:
-                count = min(self._most, missing)
-                missing = 0 if self._quiet else missing - count
+            for _ in range(min(room, -(-self._missing // self._most))):
                 self._flying += 1
-                self._requested += count
-                self._pool.submit(
-                    keep_ids(self._poll), count, scout=self._quiet, failures=self._failures
-                )
+                self._pool.submit(keep_ids(self._poll))
 
-    def take(self, timeout: float) -> Answer | None:
-        """Returns the next answer, waiting up to ``timeout`` seconds while receives are in flight.
+    def take(self, timeout: float, count: int = 1) -> list[Answer]:
+        """Returns the answers, waiting up to ``timeout`` seconds for ``count`` messages in them.
 
-        A run that is stopping does not wait.
+        It waits only while receives are in flight, and not if the run is stopping.
 
         :raises Exception: The error of a receive, after all earlier answers are returned.
         """
         end = time.monotonic() + min(timeout, _RECEIVE_TIMEOUT)
         with self._changed:
-            while not self._answers and self._flying and self._error is None:
+            self._needed = count
+            while self._waiting < self._needed and self._flying and self._error is None:
                 left = end - time.monotonic()
                 if left <= 0 or self._hurry():
-                    return None
+                    break
                 self._changed.wait(min(left, _STOP_CHECK_INTERVAL))
-            if self._answers:
-                return self._answers.popleft()
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
-            return None
+            if self._answers or self._error is None:
+                return self._empty()
+            error, self._error = self._error, None
+            raise error
+
+    def _empty(self) -> list[Answer]:
+        answers, self._answers, self._waiting = self._answers, [], 0
+        return answers
 
     @property
     def flying(self) -> bool:
@@ -137,47 +133,50 @@ class Polls:
                 if left <= 0:
                     break
                 self._changed.wait(min(left, _STOP_CHECK_INTERVAL))
-            answers = list(self._answers)
-            self._answers.clear()
+            answers = self._empty()
             self._gone = True
         if self._pool is not None:
             self._pool.shutdown(wait=not self._flying)
             self._pool = None
         return answers
 
-    def _poll(self, count: int, *, scout: bool, failures: int) -> None:
-        """Makes one receive, unless it has become obsolete.
-
-        :param scout: Whether it is the single receive of a quiet queue.
-        :param failures: The number of failed receives when it was submitted.
-        """
-        with self._changed:
-            failed = failures != self._failures
-            obsolete = self._closed or failed or (self._quiet and not scout)
-            early = not obsolete and not self._quiet
-            self._early += early
-        answer = Answer(0.0, ())
-        error: Exception | None = None
-        try:
-            if not obsolete:
+    def _poll(self) -> None:
+        """Receives until no message is missing, or a receive is empty or fails."""
+        ended = False
+        while True:
+            with self._changed:
+                count = 0 if ended or self._closed else min(self._most, self._missing)
+                if count <= 0:
+                    self._flying -= 1
+                    self._needed = 1  # the run's thread may want more threads
+                    self._changed.notify_all()
+                    return
+                self._missing -= count
+                self._requested += count
+                early = not self._quiet
+                self._early += early
+            answer, error = Answer(0.0, ()), None
+            try:
                 answer = self._receive(count)
-        except Exception as raised:
-            error = raised
-        with self._changed:
-            self._flying -= 1
-            self._requested -= count
-            self._early -= early
-            closed = self._gone
-            if error is not None:
-                self._error = self._error or error
-                self._failures += 1
-            elif answer.messages:
-                self._quiet, self._quiet_until = False, 0.0
-                if not closed:
-                    self._answers.append(answer)
-            elif not obsolete:
-                self._quiet = True
-                self._quiet_until = self._clock.monotonic() + self._interval
-            self._changed.notify_all()
-        if closed and answer.messages:
-            self._late(answer.messages)
+            except Exception as raised:
+                error = raised
+            with self._changed:
+                self._requested -= count
+                self._early -= early
+                closed, ended = self._gone, not answer.messages
+                # A failed receive cancels those behind it.
+                self._missing = self._missing + count - len(answer.messages) if not error else 0
+                if error is not None:
+                    self._error = self._error or error
+                elif ended:
+                    self._quiet = True
+                    self._quiet_until = self._clock.monotonic() + self._interval
+                else:
+                    self._quiet, self._quiet_until = False, 0.0
+                    if not closed:
+                        self._answers.append(answer)
+                        self._waiting += len(answer.messages)
+                        if self._waiting >= self._needed:  # a wake-up costs as much as ten messages
+                            self._changed.notify_all()
+            if closed and answer.messages:
+                self._late(answer.messages)

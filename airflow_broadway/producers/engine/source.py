@@ -152,9 +152,10 @@ class EngineSource:
             left = (end if gathering is None else gathering) - clock.monotonic()
             # The queue counts as quiet only after empty receives.
             patient = gathering is None and not polls.quiet and not self._full
-            answer = self._answer(math.inf if patient else left)
-            if answer is not None:
-                self._ready += [(answer.at, message) for message in answer.messages]
+            count = 1 if gathering is None else enough - len(self._ready)
+            answers = self._answers(math.inf if patient else left, count)
+            if answers:
+                self._ready += [(a.at, message) for a in answers for message in a.messages]
                 gathering = gathering or clock.monotonic() + self._gather
             elif self._outage_began is not None:
                 clock.sleep(_RECEIVE_AGAIN_INTERVAL)
@@ -166,14 +167,14 @@ class EngineSource:
             else:
                 clock.sleep(min(left, left if self._full else max(polls.pause, _SHORTEST_SLEEP)))
 
-    def _answer(self, wait: float) -> Answer | None:
-        """Returns the next answer; ``None`` if there is none yet, or the broker is unreachable."""
+    def _answers(self, wait: float, count: int) -> list[Answer]:
+        """Returns answers of ``count`` messages; fewer if there are none yet, or an outage."""
         try:
-            answer = self._polls.take(max(0.0, wait))
+            answers = self._polls.take(max(0.0, wait), count)
         except self._broker.full as error:
             log.error("%s", error)
             self._full = True
-            return None
+            return []
         except self._broker.ends:
             raise
         except ProducerUnavailable as error:
@@ -182,9 +183,9 @@ class EngineSource:
             if now - self._outage_began >= _OUTAGE_TIMEOUT:
                 raise
             log.warning("%s; trying again", error)
-            return None
+            return []
         self._outage_began = None
-        return answer
+        return answers
 
     def _messages(self, demand: int) -> list[Message]:
         taken, self._ready = self._ready[:demand], self._ready[demand:]

@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.producers.engine.polls import Polls
-from airflow_broadway.producers.engine.port import Answer
+from airflow_broadway.producers.engine.port import Answer, Received
 from tests.unit.producers.engine.adapters import EmptyBroker
 
-
-class ManualPool:
-    """An executor that runs a job when the test calls it."""
-
-    def __init__(self) -> None:
-        self.jobs: list[Callable[[], None]] = []
-
-    def submit(self, function: Callable[..., None], *args: Any, **options: Any) -> None:
-        self.jobs.append(lambda: function(*args, **options))
+SOME = Answer(0.0, [Received("id", "receipt", None, 1)] * 40)
 
 
-def test_a_failed_receive_cancels_those_submitted_before_it(monkeypatch):
-    demands: list[int] = []
+def polls_of(monkeypatch, *answers):
+    """Wants 200 messages of a broker with these answers, 100 at a time."""
+    demands, left = [], iter(answers)
 
-    def fail(demand: int) -> Answer:
+    def receive(demand):
         demands.append(demand)
-        raise ConnectionError("refused")
+        return next(left)
 
-    broker = EmptyBroker(ProducerEnv())
-    polls = Polls(broker, fail)
-    pool = ManualPool()
-    monkeypatch.setattr(polls, "_pool", pool)
-    polls.want(3 * broker.max_fetch)
-    first, *rest = pool.jobs
-    assert len(rest) == 2
+    polls = Polls(EmptyBroker(ProducerEnv()), receive)
+    monkeypatch.setattr(polls, "_pool", SimpleNamespace(submit=lambda poll: poll()))
+    polls.want(200)
+    return polls, demands
 
-    first()
-    with pytest.raises(ConnectionError):  # the run's thread is faster than the pool's next job
+
+def test_a_failed_receive_cancels_those_behind_it(monkeypatch):
+    polls, demands = polls_of(monkeypatch)
+    with pytest.raises(StopIteration):
         polls.take(0.0)
-    for job in rest:
-        job()
 
-    assert demands == [broker.max_fetch]
+    assert demands == [100]
     assert not polls.flying
-    polls.want(broker.max_fetch)
-    assert len(pool.jobs) == 4
+
+
+def test_threads_receive_again_while_the_broker_returns_less_than_requested(monkeypatch):
+    """The run's thread handles messages meanwhile, and states no demand."""
+    polls, demands = polls_of(monkeypatch, *[SOME] * 5)
+
+    assert demands == [100, 100, 100, 80, 40]
+    assert len(polls.take(0.0, 200)) == 5
+
+
+def test_an_empty_receive_is_the_last_of_its_thread(monkeypatch):
+    polls, demands = polls_of(monkeypatch, SOME, Answer(0.0, ()))
+
+    assert demands == [100, 100]
+    assert polls.quiet
