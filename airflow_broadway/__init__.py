@@ -22,6 +22,7 @@ from airflow_broadway.core.model.pipeline_options import (
 )
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.model.run_source import Interval, RunSource
+from airflow_broadway.core.model.sink import Rows
 from airflow_broadway.core.version import __version__ as __version__
 from airflow_broadway.pipeline import Broadway
 from airflow_broadway.types import PythonBatch, SparkBatch
@@ -41,6 +42,7 @@ __all__ = [
     "PythonBatch",
     "RateLimiting",
     "RetryPolicy",
+    "Rows",
     "RunInfo",
     "RunSource",
     "SparkBatch",

@@ -70,4 +70,8 @@ class Broadway(Pipeline):
         """
         from airflow_broadway.core.local.run import run_local
 
+        if any(batcher.sink is not None for batcher in self.batchers.values()):
+            from airflow_broadway.runs.sinks import LocalCommits  # loads pyarrow
+
+            options.setdefault("open_sinks", LocalCommits)
         return run_local(self, messages, **options)

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease, Settlement, Source
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Verdict
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.properties import decode

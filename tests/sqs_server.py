@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from airflow_broadway.core.custody.producer import Connection
+from airflow_broadway.core.model.connections import Connection
 from scripts.local_airflow import free_port
 from tests.server_process import await_start, start_process
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from airflow.providers.common.compat.sdk import AirflowNotFoundException, BaseHook
 
-from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.errors import ConnectionMissing
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.get_provider_info import get_provider_info
 
 

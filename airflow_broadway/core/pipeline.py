@@ -137,7 +137,8 @@ class Pipeline:
         """Called with each batch: a list of messages (``engine="python"``) or a Spark DataFrame.
 
         Python: returns the messages.  Spark: returns ``None`` when all succeeded, what
-        :func:`airflow_broadway.spark.failed` made, or a DataFrame of outcomes.
+        :func:`airflow_broadway.spark.failed` made, or a DataFrame of outcomes.  For a batcher with
+        a sink: returns the rows to commit, or :class:`airflow_broadway.Rows`.
         """
         raise PipelineError(
             f"{type(self).__name__} defines no handle_batch", code="handle_batch_undefined"
@@ -160,7 +161,8 @@ class Pipeline:
 
         :raises OptionsError: Naming the callback that is missing, or takes other arguments.
         """
-        wanted = ["handle_message", *(["handle_batch"] if batchers else [])]
+        handled = any(batcher.sink is None for batcher in batchers.values())
+        wanted = ["handle_message", *(["handle_batch"] if handled else [])]
         for name in wanted:
             if not cls.defines(name):
                 why = f", for its batchers {list(batchers)}" if name == "handle_batch" else ""

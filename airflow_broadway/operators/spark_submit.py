@@ -28,6 +28,7 @@ from airflow_broadway.core.formats.files import AUTO, CLIENTS
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
+from airflow_broadway.core.model.connections import Connection, to_variable
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.text import many, without_outcome
 
@@ -185,6 +186,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         # A cluster's job id outlives the clearing of its task: it must not match other work.
         self.external_id_key = f"spark_job_id_{batches.plans.key(batches.isolation.step)}"
         self._plans = batches.plans
+        self._sink_connections = batches.sink_connections
         host = Host(context)
         work = host.task.file_name, make_ref(self.pipeline), host.run_info
         self._on_started = lambda app, ui: note_spark(self, context, app, ui)
@@ -218,6 +220,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 run_uri,
                 Path(folder),
                 client_options=options,
+                secrets=to_variable(AirflowConnections(), self._sink_connections),
                 check=self.check_pipeline,
             )
             self.application = submission.application
@@ -240,6 +243,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             finally:  # the files are in the folder; another application has its own
                 self.application, self.py_files, self.conf = own
 
+    #: Ids of the connections of sinks.
+    _sink_connections: Sequence[str] = ()
     #: Called with the application's id and the URL of its UI, once they are known.
     _on_started: Callable[[str, str], None] = staticmethod(lambda application_id, ui: None)
     #: Wraps the parent's hook in ours.

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.custody.producer import Connections, NoConnections, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.formats.layout import SHARED
+from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.runs.metrics import MetricSink

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from typing import Any
 
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
 from airflow_broadway.core.custody.in_process import (
@@ -23,6 +24,7 @@ from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Action
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
+from airflow_broadway.core.formats.commits import InDoubt, Overtaken
 from airflow_broadway.core.formats.deaths import TRIES, mark_begun, say_ended
 from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.core.formats.isolation import Step
@@ -33,6 +35,7 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import BatchRecorder
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import AckRef, ack_messages_or_raise, is_settled
+from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.encoding import load_key
@@ -43,6 +46,7 @@ from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.ports import Ports, producer_env
+from airflow_broadway.runs.sinks import Commits
 from airflow_broadway.staging.batch_reader import BatchReader, StagedReceipt
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
@@ -130,6 +134,8 @@ class PythonBatches:
         finally:
             pool.close()
             reader.close()
+            for sink in sinks:
+                sink.close()
             self._reasons.log_table(log, f"batcher {self.plan.batcher!r}")
         recorder.finish()
         # Batches that a stop did not wait for have no outcome, or one unknown to this task.
@@ -210,7 +216,7 @@ class PythonBatches:
                 outcome, result = sink.handle(planned)
             except OwnershipLost:
                 raise
-            except LeaseLapsed as error:
+            except (LeaseLapsed, InDoubt) as error:
                 log.error("Batch %s: %s.", planned.batch_id, error)
                 return None
         self._reasons.add(result.failed)
@@ -249,27 +255,36 @@ class _BatchSink:
         self._reader = reader
         self._recorder = recorder
         self._processor = BatchProcessorStage(
-            pipeline, plan.batcher, index=index, ack=ack_messages_or_raise
+            pipeline, plan.batcher, index=index, ack=ack_messages_or_raise, commit=self._commit
         )
+        self._commits = Commits(pipeline, plan.batcher, batches.ports.connections)
         self._acknowledger = RunAcknowledger(pipeline.producer, self)
         self._generations = plan.generations
 
+    def close(self) -> None:
+        """Releases connections."""
+        self._commits.close()
+
     def handle(self, planned: PlannedBatch) -> tuple[Outcome, BatchResult]:
         """Runs one batch and records its outcome."""
-        batch = self._recorder.begin(planned, load_key(planned.batch_key))
+        batch = self._batch = self._recorder.begin(planned, load_key(planned.batch_key))
         self._batches.mark(planned)
         self._lines: list[str] = []
         self._settled_now = SettleReport()
         self._now: set[str] = set()
-        messages = self._reader.read(planned, self._ack_ref_of)
+        self._released: set[str] = set()
+        messages = self._messages = self._reader.read(planned, self._ack_ref_of)
         if len(messages) != planned.size:  # an unread message would count as a success
             raise StagingError(
                 f"batch {planned.batch_id} holds {many(planned.size, 'message')}, but"
                 f" {len(messages)} were read from {self._batches.plan.path}: its files are damaged;"
                 " clear the process task"
             )
-        result = self._processor.handle(messages, batch.info, planned.refused)
-        self._release(messages, result)
+        try:
+            result = self._processor.handle(messages, batch.info, planned.refused)
+        except Overtaken as overtaken:
+            return batch.record_landed(overtaken.attempt), BatchResult([], [], [])
+        self._release(result)
         outcome = batch.record(
             successful=len(result.successful),
             failed=len({message.message_id for message in result.failed}),
@@ -279,6 +294,22 @@ class _BatchSink:
             settled_now=self._settled_now.to_json(),
         )
         return outcome, result
+
+    def _commit(
+        self, rows: Any, info: BatchInfo, successful: list[Message], failed: list[Message]
+    ) -> None:
+        """Commits the batch's rows; first stores the verdicts on its other messages, if any."""
+        ids = {message.message_id for message in (*successful, *failed)}
+        missing = [message for message in self._messages if message.message_id not in ids]
+        self._release(BatchResult(successful, failed, missing))
+        commit = self._batch.begin_commit(
+            self._batch.keep(self._lines),
+            successful=len(successful),
+            failed=len({message.message_id for message in failed}),
+            missing=len(missing),
+            settled_now=self._settled_now.to_json(),
+        )
+        self._commits.commit(rows, commit)
 
     def _ack_ref_of(self, receipt: StagedReceipt) -> AckRef:
         """Returns the acknowledger of a staged message; its reference is the generation."""
@@ -311,10 +342,11 @@ class _BatchSink:
             self._now.update(entry.message_id for entry in done)
             check_settled(report)
 
-    def _release(self, messages: Sequence[Message], result: BatchResult) -> None:
+    def _release(self, result: BatchResult) -> None:
         """Releases messages that the callbacks did not return; they must not count as successes."""
-        lost = {message.message_id for message in result.missing} - self._now
-        for message in messages if lost else ():
+        lost = {message.message_id for message in result.missing} - self._now - self._released
+        self._released |= lost
+        for message in self._messages if lost else ():
             if message.message_id in lost and not is_settled(message):
                 self._keep(message.acknowledger.ref, entry_of(message, RELEASE))
 

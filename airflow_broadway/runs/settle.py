@@ -17,7 +17,9 @@ from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.layout import read_json
 from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.runs.sinks import resolve
 from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.archive.publication import publish
 from airflow_broadway.staging.crash_records import record_crash
@@ -25,7 +27,11 @@ from airflow_broadway.staging.isolation import in_hand_at_interruptions
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import OPENED, SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settling.journal import Progress
-from airflow_broadway.staging.settling.settlement import build_settlement, settle_generation
+from airflow_broadway.staging.settling.settlement import (
+    begin_settlement,
+    build_settlement,
+    settle_generation,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +58,18 @@ def settle(
     own: bool = False,
     release_damaged: bool = False,
     batchers: Collection[str] | None = None,
+    connections: Connections | None = None,
     recorded: Recorded | None = None,
 ) -> Settled:
     """Settles one generation at its broker by its recorded outcomes and releases the rest.
 
     Idempotent, also when called concurrently: the first report is final.
 
+    Batches of a batcher with a sink are resolved first: see :mod:`airflow_broadway.runs.sinks`.
+
     :param custodian: Opens the custodian; called once the settlement is decided.
     :param void: Whether to ignore recorded outcomes and release everything that callbacks did not
-        settle immediately.
+        settle immediately; except outcomes of batchers with a sink, whose rows are committed.
     :param over: Whether no process of the run is running any more.  Then a crash is recorded if a
         whole task died at batches without an outcome.
     :param own: Whether the caller is the process that received the messages.  Otherwise the task of
@@ -68,19 +77,32 @@ def settle(
     :param release_damaged: Whether to release everything if a file is damaged, since the failed
         messages are then unknown.
     :param batchers: Batchers that may hold messages of it; default: all of the pipeline.
+    :param connections: Resolves the connections of sinks.
     :param recorded: A reader of the run with what it has already read.
     :raises StagingDamaged: If a file is damaged.
-    :raises BroadwayError: If staging or the broker fails; the generation remains unsettled.
+    :raises BroadwayError: If staging, a sink or the broker fails; the generation remains unsettled.
     """
     recorded = recorded or Recorded(run)
     served = pipeline_of(pipeline, record)
+    names = list(pipeline.batchers if batchers is None else batchers)
+    sinks = [name for name in names if pipeline.batchers[name].sink is not None]
+
+    def decide() -> tuple[Settlement, bool, Progress, list[BatchPlan]]:
+        plans = recorded.deciding(names, record.generation)
+        only = sinks if void else None
+        settlement = build_settlement(
+            run, record.generation, served, plans, final=not void, only=only, recorded=recorded
+        )
+        return *settlement, plans
+
     try:
-        plans = recorded.deciding(
-            pipeline.batchers if batchers is None else batchers, record.generation
-        )
-        settlement, complete, progress = build_settlement(
-            run, record.generation, served, plans, final=not void, recorded=recorded
-        )
+        settlement, complete, progress, plans = decide()
+        if sinks and not complete:
+            # From the intent on no try begins a commit; those begun before are ruled out.
+            begin_settlement(run, record, settlement)
+            resolver = connections or NoConnections()
+            resolve(run, pipeline, record.generation, resolver, sinks, recorded=recorded)
+            settlement, complete, progress, plans = decide()
         if over and not complete:
             _record_interruption(run, record, plans, recorded)
     except StagingDamaged as error:
@@ -90,13 +112,6 @@ def settle(
         settlement, progress = Settlement(rest=RELEASE, damaged=True), Progress()
     if settlement.expected is None and not settlement.damaged and not own:
         _record_crash(run, record)
-    if void:
-        settlement = Settlement(
-            rest=RELEASE,
-            expected=settlement.expected,
-            settled_now=settlement.settled_now,
-            damaged=settlement.damaged,
-        )
     return _carry_out(run, record, custodian, settlement, progress)
 
 
@@ -127,18 +142,21 @@ def settle_if_complete(
     pipeline: Pipeline,
     custodian: Callable[[], Custodian],
     *,
+    connections: Connections | None = None,
     recorded: Recorded | None = None,
 ) -> Settled | None:
     """Settles a generation once each message has an outcome; returns ``None`` before that.
 
     A settlement that has begun is completed in any case, since no outcome can follow.
     """
+    if record.state == SETTLING:
+        return settle(run, record, pipeline, custodian, connections=connections, recorded=recorded)
     recorded = recorded or Recorded(run)
     plans = recorded.deciding(pipeline.batchers, record.generation)
     settlement, complete, progress = build_settlement(
         run, record.generation, pipeline_of(pipeline, record), plans, final=False, recorded=recorded
     )
-    if not complete and record.state != SETTLING:
+    if not complete:
         return None
     return _carry_out(run, record, custodian, settlement, progress)
 

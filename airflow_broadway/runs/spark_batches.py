@@ -82,6 +82,7 @@ class SparkBatches:
             self.plans,
             self.name,
             folder=WORK,
+            connections=self.ports.connections,
             most=self.most,
             cleared=self.cleared,
         )
@@ -123,6 +124,12 @@ class SparkBatches:
         if ending in (Ending.DONE, Ending.RELEASED):
             log_settled(self.staged, plans.heads)
         return ending
+
+    @property
+    def sink_connections(self) -> list[str]:
+        """Ids of the connections that the sinks of its batchers name."""
+        sinks = (self.pipeline.batchers[head.batcher].sink for head in self.plans.heads)
+        return sorted({name for sink in sinks if sink for name in sink.connection_ids})
 
     def leases_kept(self) -> AbstractContextManager[None]:
         """Renews leases while the application runs, and settles at the end, if no sensor does.

@@ -11,6 +11,7 @@ from airflow_broadway.core.errors import BroadwayError, RequestRefused
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.layout import SHARED
 from airflow_broadway.core.log_context import log_ids
+from airflow_broadway.core.model.connections import Connections
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
@@ -79,7 +80,14 @@ def sweep(
         ended = not own and not foreign
         with log_ids(generation=record.generation):
             settled = record.state == SETTLED or _settle(
-                other, record, pipeline, custodians.of(record), metrics, void=void, over=ended
+                other,
+                record,
+                pipeline,
+                custodians.of(record),
+                metrics,
+                ports.connections,
+                void=void,
+                over=ended,
             )
         if settled and not other.files.exists(paths.generation(record.generation)):
             unrecorded.append((other, record.generation))
@@ -143,6 +151,7 @@ def _settle(
     pipeline: Pipeline,
     custodian: Custodian,
     metrics: Metrics,
+    connections: Connections,
     *,
     void: bool,
     over: bool,
@@ -153,7 +162,14 @@ def _settle(
     """
     try:
         settled = settle(
-            run, record, pipeline, lambda: custodian, void=void, over=over, release_damaged=True
+            run,
+            record,
+            pipeline,
+            lambda: custodian,
+            void=void,
+            over=over,
+            release_damaged=True,
+            connections=connections,
         )
     except Exception as error:
         # This must not fail the run: the lease lapses by itself.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from functools import partial
@@ -40,6 +41,7 @@ from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, Task, open_generation, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.sinks import LocalCommits
 from airflow_broadway.runs.sources.dead_letters import move_letters
 from airflow_broadway.runs.sources.past_run import PastRun
 from airflow_broadway.runs.sources.pipelines import prepare_sink, source_of, with_source
@@ -209,6 +211,7 @@ class UnstagedTask(PullTask):
         staged, served, env = self.staged, self.served, self.env
         sweep(staged, self.pipeline, self.task, self.ports, self.source)
         move_letters(served, env)
+        sinks = LocalCommits(served, env.generation, self.ports.connections)
         local = LocalRun(
             served,
             env,
@@ -217,11 +220,14 @@ class UnstagedTask(PullTask):
             stop=self._stop,
             suspects=suspects_of(staged, served, env) if self.task.forks else None,
             host=self.ports.child,
+            commit=sinks.commit_of,
         )
         prepare_sink(staged, served, env)
         started = staged.clock.now()
         try:
-            report = local.pull(self.budget, on_lease=partial(open_generation, staged, served))
+            with closing(sinks):
+                opened = partial(open_generation, staged, served)
+                report = local.pull(self.budget, on_lease=opened)
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             if local.report is not None:  # messages were settled before the error
                 try:
@@ -351,6 +357,7 @@ class BatchTask:
             OpenPlans(self.staged, [plan.path]),
             self.task.file_name,
             folder=TRIES,
+            connections=self.ports.connections,
             most=MOST_PROCESSES,
             cleared=self.task.cleared,
         )

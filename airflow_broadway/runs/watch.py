@@ -182,7 +182,14 @@ class RunWatcher:
             return self._custodians.of(record)
 
         operation = partial(settle, over=over) if final else settle_if_complete
-        settled = operation(self.staged, record, self.pipeline, custodian, recorded=self._recorded)
+        settled = operation(
+            self.staged,
+            record,
+            self.pipeline,
+            custodian,
+            connections=self.ports.connections,
+            recorded=self._recorded,
+        )
         if settled is not None:
             log.info(
                 "Settled generation %s of %s.  %s",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError
 from airflow_broadway.core.formats import paths
+from airflow_broadway.core.formats.commits import InDoubt
 from airflow_broadway.core.formats.deaths import WORK, mark_begun, say_ended, say_started
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.outcome import Outcome
@@ -308,7 +309,7 @@ class _Threads:
             outcome = run.runner.run(batch, lane=lane)
         except OwnershipLost:
             raise
-        except (LeaseLapsed, Unreadable) as error:
+        except (LeaseLapsed, InDoubt, Unreadable) as error:
             # Only this batch's messages are lost or unreadable; other batches continue.
             with self._changed:
                 self._problems[str(error)] += 1

@@ -9,6 +9,8 @@ Safeguards against wrong outcomes:
 * Unreadable rows of a failed batch affect this batch only.  It fails without ``handle_failed``,
   whose arguments they are.  If even the columns for settlement are unreadable, the batch has no
   outcome; neither has a batch whose files are missing.
+* The rows of a batcher with a sink are committed once the entries of failed messages are stored,
+  and before the outcome is recorded.
 * Few entries are written within the outcome, which is created exclusively.  Many entries are
   written first, to a separate file: of two writers one wins, and the other's entries are ignored.
 """
@@ -18,24 +20,33 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.verdicts import MAX_REASON
-from airflow_broadway.core.errors import BroadwayError, PipelineError
+from airflow_broadway.core.errors import (
+    BroadwayError,
+    LeaseLapsed,
+    PipelineError,
+    StagingError,
+)
+from airflow_broadway.core.formats.commits import InDoubt, Overtaken, commit_rows
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch, plain_key
 from airflow_broadway.core.formats.record_batch import BatchRecorder, Exceptions, OpenBatch
 from airflow_broadway.core.formats.work import Work
+from airflow_broadway.core.model.connections import Connections, EnvironmentConnections
 from airflow_broadway.core.model.message import Status
+from airflow_broadway.core.model.sink import SinkEnv
 from airflow_broadway.core.stages.callbacks import end_span, log_failure, protected, status_of
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.spark.entries import Counts, Judge
 from airflow_broadway.spark.frame import BatchFrames
-from airflow_broadway.spark.results import Failed, Outcomes, read
+from airflow_broadway.spark.results import Failed, Outcomes, read, read_rows
 from airflow_broadway.spark.session import name_jobs, why_lost
 
 if TYPE_CHECKING:
@@ -80,6 +91,7 @@ class Application:
     :param context: The ``context`` argument of callbacks.
     :param stopping: Returns whether the application is being stopped.
     :param host: The driver's host, for messages.
+    :param connections: Resolves the connections of sinks.
     """
 
     spark: SparkSession
@@ -92,6 +104,7 @@ class Application:
     arrow: ArrowFiles | None = None
     stopping: Callable[[], bool] = lambda: False
     host: str = field(default_factory=socket.gethostname)
+    connections: Connections = field(default_factory=EnvironmentConnections)
 
     def check_alive(self, cause: BaseException | None = None) -> None:
         """Checks that outcomes may be recorded.
@@ -135,6 +148,7 @@ class BatchRunner:
         :raises SparkLost: If Spark is lost.
         :raises Stopped: If the application is being stopped.
         :raises Unreadable: If its files are missing, or failed messages cannot be read.
+        :raises InDoubt: If it is unknown whether the commit of its rows has landed.
         """
         batch = self.recorder.begin(planned, plain_key(planned.batch_key))
         return _Batch(self, planned, batch, lane).run()
@@ -157,6 +171,7 @@ class _Batch:
         #: Its own, with separate temporary views and settings.
         self._session = session = runner.app.spark.newSession()
         plan = runner.plan
+        self._sink: Any = runner.app.pipeline.batchers[plan.batcher].sink
         #: The metadata of its telemetry events.
         self._metadata = {
             "topology_name": plan.pipeline,
@@ -175,9 +190,18 @@ class _Batch:
 
     def run(self) -> Outcome:
         """Handles the batch and records its outcome; see :meth:`BatchRunner.run`."""
-        result = self._run_callback()
+        rows, result = self._run_callback()
         exceptions, counts, whole = self._write_exceptions(result)
         size = self._planned.size
+        if rows is not None and whole is None and counts.failed + counts.missing < size:
+            try:
+                self._commit(rows, exceptions, counts)
+            except Overtaken as overtaken:
+                return self._batch.record_landed(overtaken.attempt)
+            except (LeaseLapsed, InDoubt, StagingError):
+                raise
+            except protected() as error:
+                exceptions, counts, whole = self._write_exceptions(self._failed_whole(error))
         if counts.unnamed:
             log.error(
                 "%s.handle_batch received %s and returned outcomes of only %d; one without"
@@ -198,25 +222,53 @@ class _Batch:
 
     # -- the callback ------------------------------------------------------------------------------
 
-    def _run_callback(self) -> Failed | Outcomes | Status | None:
-        """Returns the checked result of ``handle_batch``, or the status of a failed batch."""
+    def _run_callback(self) -> tuple[Any, Failed | Outcomes | Status | None]:
+        """Returns the rows to commit, or ``None``, and the checked result of ``handle_batch``, or
+        the status of a failed batch.
+        """
         messages = self._read_messages()
         span = None
         if telemetry.observed("batch_processor"):
             span = telemetry.Span("batch_processor", {**self._metadata, "messages": messages})
+        rows: Any = None
+        result: Failed | Outcomes | Status | None
         try:
-            result = self._planned.refused or read(self._handle_batch(messages))
+            if self._planned.refused is not None:
+                result = self._planned.refused
+            elif self._sink is not None:
+                rows, result = self._rows_of(messages)
+            else:
+                result = read(self._handle_batch(messages))
         except protected() as error:
             # As in Broadway: a callback that raises fails its batch, and the span still stops.
             if span is not None:
                 span.stop(self._metadata)
-            return self._failed_whole(error)
+            return None, self._failed_whole(error)
         except BaseException as error:
             end_span(span, error)
             raise
         if span is not None:
             span.stop(self._metadata)
-        return result
+        return rows, result
+
+    def _rows_of(self, messages: DataFrame) -> tuple[Any, Failed | None]:
+        """Returns the rows to commit, and the failed messages."""
+        if self._app.pipeline.defines("handle_batch"):
+            return read_rows(self._handle_batch(messages))
+        data = "data" if self._runner.frames.schema is None else "data.*"
+        return messages.select("message_id", data), None
+
+    def _commit(self, rows: DataFrame, exceptions: Exceptions, counts: Counts) -> None:
+        """Commits the rows to the batcher's sink; errors as in :func:`commit_rows`."""
+        commit = self._batch.begin_commit(
+            exceptions,
+            successful=self._planned.size - counts.failed - counts.missing,
+            failed=counts.failed,
+            missing=counts.missing,
+        )
+        env = SinkEnv(connections=self._app.connections)
+        with closing(self._sink.open_spark(self._session, env)) as client:
+            commit_rows(client, rows, commit)
 
     def _handle_batch(self, messages: DataFrame) -> object:
         pipeline = self._app.pipeline

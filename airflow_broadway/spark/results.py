@@ -10,8 +10,10 @@ a DataFrame of outcomes         columns ``message_id``, ``ok`` (boolean) or ``st
 an exception                    every message failed
 ==============================  ====================================================================
 
-Anything else fails the batch.  Pipelines import this module while Dags are parsed, so it does not
-import Spark.
+Anything else fails the batch.  For a batcher with a sink, it returns the rows to commit: a
+DataFrame, or ``Rows(rows, failed=failed(…))``.
+
+Pipelines import this module while Dags are parsed, so it does not import Spark.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.model.sink import Rows
 
 #: The words of a ``status`` column.
 OK_STATUS = ("ok", "success", "succeeded", "successful")
@@ -117,6 +120,28 @@ def read(returned: object) -> Failed | Outcomes | None:
         " succeeded, failed(rows, reason=…), a list of those, or a DataFrame of outcomes",
         code=f"handle_batch_bad_{kind}",
     )
+
+
+def read_rows(returned: object) -> tuple[Any, Failed | None]:
+    """Checks the return value of ``handle_batch`` of a batcher with a sink.
+
+    :returns: The rows, and the failed messages.
+    :raises PipelineError: If it is neither a DataFrame nor :class:`Rows`.
+    """
+    result = returned if isinstance(returned, Rows) else Rows(returned)
+    if not is_frame(result.rows):
+        raise PipelineError(
+            f"handle_batch returned {short(returned)}; with a sink it returns the rows to commit, a"
+            " DataFrame, or Rows(rows, failed=failed(…))",
+            code="handle_batch_bad_return",
+        )
+    marked = read(result.failed or None)
+    if isinstance(marked, Outcomes):
+        raise PipelineError(
+            "Rows(…, failed=…) takes failed(rows, reason=…), or a list of those",
+            code="handle_batch_bad_element",
+        )
+    return result.rows, marked
 
 
 def _check_outcomes(frame: Any) -> Outcomes:

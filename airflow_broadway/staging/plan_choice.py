@@ -39,6 +39,8 @@ class Recorded:
     def __init__(self, run: StagedRun) -> None:
         self.run = run
         self._standing: dict[str, list[BatchPlan]] = {}
+        #: By batcher: all plans, standing or not.
+        self._plans: dict[str, dict[str, BatchPlan]] = {}
         #: By folder: the batches of its plan, with the parts in place of each split batch.
         self._batches: dict[str, list[PlannedBatch]] = {}
         #: By folder of outcomes: the splits in it.
@@ -76,10 +78,21 @@ class Recorded:
                 planned = self._batches[plan.path] = self._with_parts(plan, batches)
             except FileNotFoundError:  # never finished
                 continue
+            self._plans.setdefault(plan.batcher, {})[plan.path] = plan
             count = sum(batch.batch_id in recorded for batch in planned) if recorded else 0
             if best is None or count >= best[0]:
                 best = count, plan
         return best
+
+    def plans(self, batcher: str) -> list[BatchPlan]:
+        """Returns all plans of a batcher, standing or not."""
+        self.standing(batcher)
+        return list(self._plans.get(batcher, {}).values())
+
+    def forget_outcomes(self) -> None:
+        """Reads again which outcomes exist, at the next use."""
+        for known in (self._standing, self._batches, self._splits, self._ids, self._gathered):
+            known.clear()
 
     def counted(self, batcher: str) -> list[BatchPlan]:
         """Returns the standing plans of a batcher that are not void.

@@ -31,7 +31,7 @@ _SKIPPED = ("__pycache__", "node_modules")
 #: The folder of this package.
 _PACKAGE = Path(__file__).parents[1]
 #: The subpackages that run in a Spark driver.
-_SUBPACKAGES = ("core", "producers", "spark")
+_SUBPACKAGES = ("core", "producers", "sinks", "spark")
 #: The modules of ``staging`` that run there where Hadoop has no file system for its root.
 _STAGING = ("__init__", "bucket", "client", "disk", "errors", "store")
 

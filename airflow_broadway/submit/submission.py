@@ -72,6 +72,7 @@ def prepare(
     folder: Path,
     *,
     client_options: Mapping[str, Any] | None = None,
+    secrets: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> Submission:
     """Finds Spark, packages the code, and completes the configuration.
@@ -80,6 +81,7 @@ def prepare(
     :param run_uri: The run's folder, as a URI for Spark.
     :param folder: The output folder; it must exist until Spark has started.
     :param client_options: Options of the client of the staging root, including secrets.
+    :param secrets: Further environment variables of the driver, of sinks.
     :param check: Whether to import the pipeline in a separate process, as the driver will.
     :raises BroadwayError: With one sentence on what is missing.
     """
@@ -97,16 +99,17 @@ def prepare(
     if check:
         _check(ref, shipment, own)
     conf = {**chosen.conf, **default_conf(chosen.master, chosen.conf, file_conf)}
-    variables = dict(program.env)
+    variables, secret = dict(program.env), dict(secrets or {})
+    if client_options:
+        secret[CLIENT_VARIABLE] = json.dumps(dict(client_options))
     if client:
-        variables |= python_variables(conf, env)
-        if client_options:
-            variables[CLIENT_VARIABLE] = json.dumps(dict(client_options))
-    elif client_options:
+        variables |= python_variables(conf, env) | secret
+    elif secret:
         log.warning(
             "In cluster mode no credentials are handed to Spark: it uses its own chain of"
-            " providers for %s.",
+            " providers for %s; not handed over: %s.",
             run_uri,
+            ", ".join(secret),
         )
     return Submission(
         program=program,

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.testing.harness import settlement_of

@@ -21,8 +21,8 @@ from importlib import import_module
 from typing import Any
 
 from airflow_broadway.adapters.host import MAX_SHUTDOWN
-from airflow_broadway.core.custody.producer import Connection
 from airflow_broadway.core.local.run import LocalRun
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.runs.ports import Ports, Task, producer_env

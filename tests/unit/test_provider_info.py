@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from airflow.providers_manager import ProvidersManager
 
-from airflow_broadway.core.custody.producer import Connection
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.get_provider_info import get_provider_info
 from airflow_broadway.producers.rabbitmq.amqp.address import address_of
 

@@ -20,6 +20,7 @@ PUBLIC = {
         "PythonBatch",
         "RateLimiting",
         "RetryPolicy",
+        "Rows",
         "RunInfo",
         "RunSource",
         "SparkBatch",

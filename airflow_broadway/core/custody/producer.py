@@ -10,53 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.protocol import Custodian, Delivery, QueueDepth, Source
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict, decide
-from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
+from airflow_broadway.core.errors import OptionsError, ProducerError
+from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import Options, option, options
 from airflow_broadway.core.model.pipeline_options import RateLimiting, RetryPolicy
 from airflow_broadway.core.model.rules import FUNCTION, POSITIVE, SECONDS, Rule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Connection:
-    """An Airflow connection's fields; ``password`` and ``extra`` never appear in a ``repr``."""
-
-    conn_id: str
-    conn_type: str = ""
-    host: str = ""
-    port: int | None = None
-    login: str = ""
-    password: str = field(default="", repr=False)
-    schema: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-
-class Connections(Protocol):
-    """Resolves connection ids at run time; in a task, from Airflow."""
-
-    def get(self, conn_id: str) -> Connection:
-        """Returns the connection with that id.
-
-        :raises ConnectionMissing: If there is none.
-        """
-        ...
-
-
-class NoConnections:
-    """Resolves no connection; the default outside Airflow."""
-
-    def get(self, conn_id: str) -> Connection:
-        raise ConnectionMissing(
-            f"the connection {conn_id!r} is not defined: outside Airflow pass `connections=` with a"
-            " mapping's lookup, or give the producer its address as an option"
-        )
 
 
 def _never() -> bool:

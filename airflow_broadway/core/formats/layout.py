@@ -19,6 +19,8 @@ All files of one run are in one folder, ``<root>/<pipeline>/<dag_id>/<encoded ru
     outcomes/<batcher>/<inputs>/
         <batch_id>.json                 a batch's outcome: the first writer wins (exclusive)
         <batch_id>.split                hint: it may be split, and each part has its own outcome
+        <batch_id>.<attempt>.prepared   with a sink: the outcome if that attempt's commit lands;
+                                        written before the commit if messages failed
         *.entries.jsonl                 entries of its exceptions, referenced by the outcome; few
                                         entries are in the outcome itself
         gathered-*.jsonl                copies of many outcomes, to be read together

@@ -55,6 +55,10 @@ def split(plan: str, batch_id: str) -> str:
     return f"{outcomes(plan)}/{batch_id}.split"
 
 
+def prepared(plan: str, batch_id: str, attempt: int) -> str:
+    return f"{outcomes(plan)}/{batch_id}.{attempt:06d}.prepared"
+
+
 def outcome_entries(plan: str, batch_id: str, writer: str) -> str:
     return f"{outcomes(plan)}/{batch_id}.{writer}.entries.jsonl"
 

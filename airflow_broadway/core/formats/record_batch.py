@@ -23,12 +23,14 @@ from typing import Any, NamedTuple
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.core.formats import paths
+from airflow_broadway.core.formats.commits import commit_id, commit_ids, record_landed
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
+from airflow_broadway.core.model.sink import Commit
 from airflow_broadway.core.text import cut
 
 log = logging.getLogger(__name__)
@@ -77,7 +79,7 @@ class BatchRecorder:
         self.fresh = fresh
         self.application_id = application_id
         self.clock = clock or SystemClock()
-        self._files = files
+        self.files = files
         #: A unique part of its file names.
         self._tag = f"{try_number:06d}-{uuid.uuid4().hex[:8]}"
         self._lock = threading.Lock()
@@ -113,15 +115,15 @@ class BatchRecorder:
         writer = f"{self._tag}-{uuid.uuid4().hex[:8]}"
         path = paths.outcome_entries(self.plan.path, batch_id, writer)
         summing = Summing()
-        self._files.write_lines(path, summing.through(chain(inline, stream)))
+        self.files.write_lines(path, summing.through(chain(inline, stream)))
         return Exceptions(entries=path, entries_sum=summing.to_json())
 
     def record(self, outcome: Outcome) -> Outcome:
         """Records an outcome, durably, unless its batch has one; returns the valid one."""
         path, text = paths.outcome(self.plan.path, outcome.batch_id), outcome.dumps()
-        if not self._files.create(path, text):
+        if not self.files.create(path, text):
             # A client without a reply retries, and may find what it wrote itself.
-            existing = self._files.read(path)
+            existing = self.files.read(path)
             if existing != text:
                 log.warning("Another try recorded batch %s first; this one's result is void.", path)
                 return Outcome.loads(existing, path)
@@ -129,6 +131,10 @@ class BatchRecorder:
             self._texts.append(text)
         self._gather()
         return outcome
+
+    def prepare(self, path: str, outcome: Outcome) -> None:
+        """Stores the outcome of an attempt before its commit, durably."""
+        self.files.replace(path, outcome.dumps())
 
     def finish(self) -> None:
         """Writes the remaining copies; no further batch follows."""
@@ -146,7 +152,7 @@ class BatchRecorder:
             self._number += 1
             path = paths.gathered(self.plan.path, self._tag, self._number)
         try:
-            self._files.create(path, "".join(f"{text}\n" for text in texts))
+            self.files.create(path, "".join(f"{text}\n" for text in texts))
         except Exception as error:
             # The outcomes themselves exist, and are read one by one.
             log.warning("Could not gather the outcomes of %d batches: %s", len(texts), error)
@@ -178,7 +184,46 @@ class OpenBatch:
         """Stores the exceptions; see :meth:`BatchRecorder.keep`."""
         return self._recorder.keep(self._batch.batch_id, lines)
 
-    def record(
+    def begin_commit(self, exceptions: Exceptions, **counts: Any) -> Commit:
+        """Begins the commit of the batch's rows; stores its outcome if messages failed.
+
+        :param counts: The other parameters of :meth:`record`.
+        :raises OwnershipLost: If a later try has begun.
+        :raises LeaseLapsed: If this run no longer holds the batch's messages.
+        """
+        recorder, batch_id = self._recorder, self._batch.batch_id
+        plan, attempt = recorder.plan, max(1, recorder.ownership.try_number)
+        recorder.ownership.check(self._batch.sources, fresh=recorder.fresh)
+        if exceptions != Exceptions():
+            outcome = self._make_outcome(exceptions=exceptions, **counts)
+            recorder.prepare(paths.prepared(plan.path, batch_id, attempt), outcome)
+        return Commit(
+            commit_id=commit_id(batch_id, plan.generations),
+            attempt=attempt,
+            batch=self.info,
+            pipeline=plan.pipeline,
+        )
+
+    def record(self, **result: Any) -> Outcome:
+        """Records the batch's outcome; the parameters are those of :meth:`_make_outcome`.
+
+        :returns: The valid outcome: this one, or that of a try which was first.
+        :raises OwnershipLost: If a later try has begun.
+        :raises LeaseLapsed: If this run no longer holds the batch's messages.
+        """
+        recorder = self._recorder
+        outcome = self._make_outcome(**result)
+        recorder.ownership.check(self._batch.sources, fresh=recorder.fresh)
+        return recorder.record(outcome)
+
+    def record_landed(self, attempt: int) -> Outcome:
+        """Records the outcome of another attempt, whose commit has landed."""
+        recorder, plan = self._recorder, self._recorder.plan
+        ids = commit_ids(plan, [self._batch])
+        landed = dict.fromkeys(ids, attempt)
+        return record_landed(recorder.files, plan, ids, landed, by=recorder.writer)[0]
+
+    def _make_outcome(
         self,
         *,
         successful: int,
@@ -188,30 +233,22 @@ class OpenBatch:
         error: str = "",
         settled_now: dict[str, Any] | None = None,
     ) -> Outcome:
-        """Records the batch's outcome; the parameters are those of :class:`Outcome`.
-
-        :returns: The valid outcome: this one, or that of a try which was first.
-        :raises OwnershipLost: If a later try has begun.
-        :raises LeaseLapsed: If this run no longer holds the batch's messages.
-        """
+        """Builds the batch's outcome; the parameters are those of :class:`Outcome`."""
         recorder = self._recorder
         seconds = recorder.clock.monotonic() - self._began
-        recorder.ownership.check(self._batch.sources, fresh=recorder.fresh)
-        return recorder.record(
-            Outcome(
-                batch_id=self._batch.batch_id,
-                batcher=recorder.plan.batcher,
-                plan=recorder.plan.path,
-                successful=successful,
-                failed=failed,
-                missing=missing,
-                **exceptions._asdict(),
-                error=cut(error, MAX_REASON),
-                writer=recorder.writer,
-                try_number=recorder.try_number,
-                started_at=self._started_at,
-                seconds=round(seconds, 6),
-                application_id=recorder.application_id,
-                settled_now=settled_now or {},
-            )
+        return Outcome(
+            batch_id=self._batch.batch_id,
+            batcher=recorder.plan.batcher,
+            plan=recorder.plan.path,
+            successful=successful,
+            failed=failed,
+            missing=missing,
+            **exceptions._asdict(),
+            error=cut(error, MAX_REASON),
+            writer=recorder.writer,
+            try_number=recorder.try_number,
+            started_at=self._started_at,
+            seconds=round(seconds, 6),
+            application_id=recorder.application_id,
+            settled_now=settled_now or {},
         )

@@ -13,7 +13,11 @@ from airflow_broadway.core.clock import Clock
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, BatchResult
+from airflow_broadway.core.stages.batch_processor import (
+    BatchProcessorStage,
+    BatchResult,
+    CommitRows,
+)
 from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, ItemBatch, KeyMerger
 from airflow_broadway.core.stages.callbacks import context_of, log_failure, status_of
 from airflow_broadway.core.stages.failure_log import log_stuck
@@ -82,6 +86,7 @@ class LocalBatcher:
     :param stop: Stops the batcher: no further batch is begun.
     :param inline: Whether batches are handled in this thread.
     :param on_batch: Called with each batch before ``handle_batch``.
+    :param commit: Returns the commit function of one batch processor.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class LocalBatcher:
         stop: Stop,
         inline: bool,
         on_batch: Callable[[Batch], None],
+        commit: Callable[[str], CommitRows],
     ) -> None:
         options = pipeline.batchers[name]
         self.name = name
@@ -113,7 +119,7 @@ class LocalBatcher:
         )
         kind = BatchProcessorStage if options.engine == "python" else _SparkSubstitute
         self._handlers = [
-            _make_handler(kind(pipeline, name, index=index, ack=ack))
+            _make_handler(kind(pipeline, name, index=index, ack=ack, commit=commit(name)))
             for index in range(options.concurrency)
         ]
         self._turns = cycle(range(options.concurrency))

@@ -19,6 +19,7 @@ from airflow_broadway.core.local.batching import Batch, LocalBatcher
 from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.batch_processor import CommitRows, drop_rows
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.core.stages.failure_log import Reasons
@@ -42,6 +43,7 @@ class Engine:
         messages come from elsewhere.
     :param suspects: As for :class:`.ProcessorPool`.
     :param host: As for :class:`.ProcessorPool`.
+    :param commit: Returns the commit function of one batch processor, by its batcher.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Engine:
         transformer: Callable[[Any], Message] | None = None,
         suspects: Suspects | None = None,
         host: ChildHost | None = None,
+        commit: Callable[[str], CommitRows] = lambda batcher: drop_rows,
     ) -> None:
         self.pipeline = pipeline
         self.clock = clock
@@ -79,6 +82,7 @@ class Engine:
                 stop=self._stop,
                 inline=inline_batches,
                 on_batch=on_batch,
+                commit=commit,
             )
             for name in pipeline.batchers
         }

@@ -17,22 +17,17 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Settler, Tally
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
-from airflow_broadway.core.custody.producer import (
-    Connection,
-    Connections,
-    NoConnections,
-    ProducerEnv,
-)
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease, Source
 from airflow_broadway.core.custody.report import SettleReport, failures_of
 from airflow_broadway.core.custody.run_summary import (
@@ -42,12 +37,19 @@ from airflow_broadway.core.custody.run_summary import (
     settling_trouble,
     unbalanced_line,
 )
-from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, LeaseLapsed
+from airflow_broadway.core.errors import (
+    BroadwayError,
+    ConnectionMissing,
+    LeaseLapsed,
+    PipelineError,
+)
 from airflow_broadway.core.local.engine import Engine, check_engines
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import ack_messages, is_settled
+from airflow_broadway.core.model.connections import Connection, Connections, NoConnections
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.stages.batch_processor import CommitRows, drop_rows
 from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.core.stages.processor import Ack
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
@@ -143,6 +145,18 @@ class _MappedConnections:
             ) from None
 
 
+class LocalSinks(Protocol):
+    """The open sinks of a run."""
+
+    def commit_of(self, batcher: str) -> CommitRows:
+        """Returns the commit function of one batch processor."""
+        ...
+
+    def close(self) -> None:
+        """Releases connections."""
+        ...
+
+
 def run_local(
     pipeline: Pipeline | type[Pipeline],
     messages: Iterable[Any] | None = None,
@@ -151,6 +165,7 @@ def run_local(
     clock: Clock | None = None,
     limiter: RateLimiter | None = None,
     stop: Callable[[], str] | Stop = lambda: "",
+    open_sinks: Callable[[Pipeline, str, Connections], LocalSinks] | None = None,
     **budget: Any,
 ) -> RunReport:
     """Runs a pipeline whose batchers are all ``engine="python"`` in this process, to its end.
@@ -165,6 +180,7 @@ def run_local(
     :param stop: Called often; returns the reason to stop now, or ``""``.  The run then has the
         pipeline's ``shutdown`` seconds to finish what was handed out; a run that ends by itself has
         no limit.
+    :param open_sinks: Opens the sinks of a pipeline's batchers, by the run's generation.
     :param budget: The fields of :class:`.Budget`, such as ``max_messages``.  After ``max_seconds``
         no message is begun; the remaining received messages are then released, and batches are
         delivered all the same.
@@ -187,8 +203,10 @@ def run_local(
         clock=run_clock,
         connections=connections or NoConnections(),
     )
-    run = LocalRun(instance, env, limiter=limiter, stop=stopping)
-    with stopping.on_sigterm():
+    sinks = None if open_sinks is None else open_sinks(instance, env.generation, env.connections)
+    commit = None if sinks is None else sinks.commit_of
+    run = LocalRun(instance, env, limiter=limiter, stop=stopping, commit=commit)
+    with closing(sinks) if sinks else nullcontext(), stopping.on_sigterm():
         if messages is not None:
             return run.handle(messages)
         return run.pull(Budget(**budget))
@@ -202,7 +220,8 @@ class LocalRun:
     :param stop: Stops the run; signals are the caller's concern.
     :param suspects: Selects the messages that are handled in a child process.
     :param host: Answers requests of callbacks in child processes.
-    :raises PipelineError: If a batcher runs on Spark.
+    :param commit: Returns the commit function of one batch processor, by its batcher.
+    :raises PipelineError: If a batcher runs on Spark, or has a sink and there is no ``commit``.
     """
 
     def __init__(
@@ -214,8 +233,15 @@ class LocalRun:
         stop: Stop | None = None,
         suspects: Suspects | None = None,
         host: ChildHost | None = None,
+        commit: Callable[[str], CommitRows] | None = None,
     ) -> None:
         check_engines(pipeline)
+        sinks = [name for name, options in pipeline.batchers.items() if options.sink is not None]
+        if sinks and commit is None:
+            raise PipelineError(
+                f"nothing commits the rows of {sinks}: use {pipeline.name}.run_local"
+            )
+        self._commit = commit or (lambda batcher: drop_rows)
         self._suspects = suspects
         self._host = host
         self._pipeline = pipeline
@@ -380,6 +406,7 @@ class LocalRun:
             transformer=self._pipeline.producer.transformer,
             suspects=self._suspects,
             host=self._host,
+            commit=self._commit,
         )
 
     def _make_report(

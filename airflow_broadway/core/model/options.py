@@ -147,12 +147,12 @@ def _read_options(
         if name not in fields:
             raise _unknown(where, value, fields)
         nested, current = fields[name].metadata["nested"], getattr(base, name, None)
-        if nested is None or not isinstance(value, Mapping):
-            values[name] = _validate(where, fields[name].metadata["rule"], value, rendered)
-        elif current is None:
-            values[name] = build(nested, value, where, rendered=rendered)
-        else:
+        if isinstance(value, Mapping) and isinstance(current, Options):
             values[name] = override(current, value, where, rendered=rendered)
+        elif nested is None or not isinstance(value, Mapping):
+            values[name] = _validate(where, fields[name].metadata["rule"], value, rendered)
+        else:
+            values[name] = build(nested, value, where, rendered=rendered)
     return values
 
 

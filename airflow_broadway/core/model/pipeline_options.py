@@ -23,6 +23,7 @@ from airflow_broadway.core.model.rules import (
     one_of,
     takes,
 )
+from airflow_broadway.core.model.sink import Sink
 from airflow_broadway.core.schema.ddl import parse_schema
 
 #: The timestamps of an archive that need no function.
@@ -234,6 +235,13 @@ class Batcher(Options):
         doc="Run this batcher in a Spark application of its own.",
         no_template=_DETERMINES_TASKS,
     )
+    sink: Sink | None = option(
+        default=None,
+        rule=Rule("a sink, such as ParquetFolder(…)", lambda v: isinstance(v, Sink)).or_none(),
+        doc="The table or folder to which the rows of each batch are committed exactly once.  Then"
+        " ``handle_batch`` returns the rows; without ``handle_batch`` they are the message id and"
+        " the columns of ``data``: see ``docs/sinks.md``.",
+    )
     outlets: Any = option(
         default=(),
         rule=Rule("a list of names or URIs of assets", _is_names),
@@ -255,6 +263,10 @@ class Batcher(Options):
                     "Batcher.merge_keys", "False when batch_size is a pair", self.merge_keys
                 )
         self._default("max_demand", self.batch_size)
+        if self.sink is not None and self.engine not in self.sink.engines:
+            raise OptionsError(
+                "Batcher.sink", f"one that supports engine={self.engine!r}", self.sink
+            )
         if self.own_application and self.engine != "spark":
             raise OptionsError(
                 "Batcher.own_application",

@@ -8,10 +8,11 @@ import logging
 from urllib.parse import urlsplit
 
 from airflow_broadway.core.custody.findings import Finding
-from airflow_broadway.core.custody.producer import Connection, Producer, ProducerEnv
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.core.masking import redacted
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.text import many
 
 log = logging.getLogger(__name__)

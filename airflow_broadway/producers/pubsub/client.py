@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.producers.engine.port import Hidden, Refusal
 from airflow_broadway.producers.kit.checks import connection_of, warn_of_plain_http
 from airflow_broadway.producers.pubsub.errors import codes_of, shown, translated

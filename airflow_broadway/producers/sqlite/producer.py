@@ -14,7 +14,7 @@ from typing import ClassVar, Final
 
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.findings import Finding
-from airflow_broadway.core.custody.producer import Connection, Producer, ProducerEnv
+from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.core.custody.protocol import (
     Custodian,
     Entry,
@@ -25,6 +25,7 @@ from airflow_broadway.core.custody.protocol import (
 )
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import option, options
 from airflow_broadway.core.model.rules import AUTO, CONN_ID, SECONDS, TEXT, Rule

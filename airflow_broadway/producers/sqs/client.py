@@ -11,8 +11,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.producers.engine.port import Hidden, Refusal
 from airflow_broadway.producers.kit.checks import connection_of, warn_of_plain_http
 from airflow_broadway.producers.sqs.errors import retryable, throttled, translated

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
@@ -21,9 +21,11 @@ from airflow_broadway.core.formats.isolation import MOST_PROCESSES, OnRecord, St
 from airflow_broadway.core.formats.layout import VERSION, read_json
 from airflow_broadway.core.formats.ownership import Ownership, highest_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
+from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.plans import OpenPlans
+from airflow_broadway.runs.sinks import record_landed_batches, rule_out_batches
 from airflow_broadway.runs.sources.pipelines import source_of, with_source
 from airflow_broadway.staging.crash_records import CrashHistory, load_crash_history
 from airflow_broadway.staging.run_folder import StagedRun
@@ -41,6 +43,7 @@ class Isolation:
 
     :param name: The task's name in the staging folder.
     :param folder: The folder of its tries.
+    :param connections: Resolves the connections of sinks.
     :param most: See :data:`MOST_PROCESSES`.
     :param cleared: Number of times that the task was cleared; each clear renews the budget.
     """
@@ -51,6 +54,7 @@ class Isolation:
     name: str
     _: KW_ONLY
     folder: str
+    connections: Connections = field(default_factory=NoConnections)
     most: int = MOST_PROCESSES
     cleared: int = 0
 
@@ -75,6 +79,8 @@ class Isolation:
             self._earlier = highest_try(self.staged.files, self.name, self.folder)
             if not self._earlier and not self._suspects:
                 return self.plans.left > 0
+        if highest_try(self.staged.files, self.name, self.folder):
+            record_landed_batches(self.staged, self.pipeline, self.plans, self.connections)
         while True:
             open_batches = self._read_open_batches(over=over)
             if not open_batches:
@@ -216,9 +222,16 @@ class Isolation:
         source = source_of(self.staged, self.plans.generations)
         producer = with_source(self.pipeline, source).producer
         try:
+            # Its parts are batches of their own: its own commit must not land any more.
+            chosen = [*(batch for batch, _ in step.split), *step.aside]
+            landed = rule_out_batches(self.staged, self.pipeline, heads, chosen, self.connections)
             for batch, parts in step.split:
+                if batch.batch_id in landed:
+                    continue
                 split(self.staged, heads[batch.batch_id], batch, parts, by=by)
             for batch in step.aside:
+                if batch.batch_id in landed:
+                    continue
                 dead_letter(
                     self.staged,
                     heads[batch.batch_id],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.producer import Producer
@@ -26,11 +26,13 @@ log = logging.getLogger(__name__)
 class _Exceptions(NamedTuple):
     """The location of the exceptions of one batch: an entry file, or the outcome itself.
 
+    :param batcher: The batch's batcher.
     :param sum: The expected checksum of the file.
     :param source: The index of the generation in the plan.
     :param shared: Whether the batch also has messages of other generations.
     """
 
+    batcher: str
     path: str
     sum: Mapping[str, Any] | None
     source: int
@@ -124,7 +126,9 @@ class HeldMessages:
             if outcome.exceptions is not None:
                 shared = len(planned.sources) > 1
                 self._exceptions.append(
-                    _Exceptions(outcome.exceptions, outcome.entries_sum, source, shared)
+                    _Exceptions(
+                        plan.batcher, outcome.exceptions, outcome.entries_sum, source, shared
+                    )
                 )
         progress.recorded += len(decided.batches)
         progress.decided += sum(batch.sources[generation] for batch in decided.batches)
@@ -137,12 +141,15 @@ class HeldMessages:
         for path in self._manifest.entries:
             yield from self._recorded.entries(path, self._manifest.sums.get(path))
 
-    def _batch_entries(self) -> Iterator[EntryLine]:
+    def _batch_entries(self, batchers: Collection[str] | None = None) -> Iterator[EntryLine]:
         """Yields the entries of batches, of this generation only.
 
+        :param batchers: Default: all.
         :raises StagingDamaged: If an entry of a batch of several generations does not name its own.
         """
         for exceptions in self._exceptions:
+            if batchers is not None and exceptions.batcher not in batchers:
+                continue
             for line in self._recorded.entries(exceptions.path, exceptions.sum):
                 if line.source is None and exceptions.shared:
                     raise StagingDamaged(
@@ -170,15 +177,25 @@ class HeldMessages:
         for line in self._process_entries():
             if not line.settled:
                 yield line.entry
+        yield from self.entries_of_batches(all_rows=all_rows)
+
+    def entries_of_batches(
+        self, batchers: Collection[str] | None = None, *, all_rows: bool = True
+    ) -> Iterator[Entry]:
+        """Yields the messages of batches with explicit verdicts; see :meth:`entries`.
+
+        :param batchers: Default: all.
+        """
         exceptions: set[str] = set()
-        for line in self._batch_entries():
+        for line in self._batch_entries(batchers):
             if all_rows:
                 exceptions.add(line.entry.message_id)
             if not line.settled:
                 yield line.entry
         if all_rows:
             for decided in self._decided:
-                yield from self._successes(decided, exceptions)
+                if batchers is None or decided.plan.batcher in batchers:
+                    yield from self._successes(decided, exceptions)
 
     def everything(self, rest: Verdict) -> Iterator[Entry]:
         """Yields all messages that were not settled immediately.

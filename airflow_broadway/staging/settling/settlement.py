@@ -9,7 +9,7 @@ idempotent, and the first report is final.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from airflow_broadway.core.custody.protocol import Custodian, Settlement
 from airflow_broadway.core.custody.report import SettleReport
@@ -38,12 +38,14 @@ def build_settlement(
     plans: Sequence[BatchPlan] | None,
     *,
     final: bool,
+    only: Collection[str] | None = None,
     recorded: Recorded | None = None,
 ) -> tuple[Settlement, bool, Progress]:
     """Decides the verdict of each message of one generation by the recorded outcomes.
 
     :param plans: The plans of batchers with messages of it; one per batcher.
     :param final: Whether no more outcomes can follow; missing ones are then logged.
+    :param only: Batchers whose outcomes count; everything else is released.  ``None``: all count.
     :param recorded: A reader of the run, to avoid reading files twice.
     :returns: The settlement; whether every message has an outcome (otherwise the settlement
         releases those without); and the counts.
@@ -63,6 +65,17 @@ def build_settlement(
             many(progress.staged, "staged message"),
             f" (no plan for {', '.join(progress.unplanned)})" if progress.unplanned else "",
         )
+    if only is not None:
+        return (
+            Settlement(
+                rest=RELEASE,
+                entries=lambda: state.entries_of_batches(only),
+                expected=manifest.received - progress.settled_now.total,
+                settled_now=progress.settled_now,
+            ),
+            complete,
+            progress,
+        )
     rest = ACK if complete and state.plain else RELEASE
     settlement = Settlement(
         rest=rest,
@@ -72,6 +85,18 @@ def build_settlement(
         settled_now=progress.settled_now,
     )
     return settlement, complete, progress
+
+
+def begin_settlement(
+    run: StagedRun, record: GenerationRecord, settlement: Settlement, *, by: str = ""
+) -> bool:
+    """Writes the intent to settle, after which no try begins or records a batch.
+
+    :returns: Whether it was written by this call.
+    """
+    rest = settlement.rest.action.value
+    intent = settling_record(run, record, by, rest=rest, expected=settlement.expected)
+    return run.files.create(paths.intent(record.generation), intent)
 
 
 def settle_generation(
@@ -98,9 +123,7 @@ def settle_generation(
     :param between: An idempotent step that belongs to the settlement.
     :raises BroadwayError: Any error of the custodian; the generation then remains unsettled.
     """
-    rest = settlement.rest.action.value
-    intent = settling_record(run, record, by, rest=rest, expected=settlement.expected)
-    if not run.files.create(paths.intent(record.generation), intent):
+    if not begin_settlement(run, record, settlement, by=by):
         done = settled_journal(run, record.generation)
         if done is not None:
             return done.report

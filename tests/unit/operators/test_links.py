@@ -19,7 +19,8 @@ from airflow_broadway.adapters.links import (
     note_spark,
     web_address,
 )
-from airflow_broadway.core.custody.producer import Connection, Producer
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.get_provider_info import get_provider_info
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator

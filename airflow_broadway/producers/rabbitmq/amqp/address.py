@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
 #: RabbitMQ's default ``frame_max``.

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from airflow_broadway import Batcher, Broadway, Message, Processors
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.kafka.client import Cluster, settings_of
 

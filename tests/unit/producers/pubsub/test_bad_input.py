@@ -11,7 +11,7 @@ import pytest
 
 from airflow_broadway import RetryPolicy
 from airflow_broadway.core.custody.in_process import entry_of
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
@@ -21,6 +21,7 @@ from airflow_broadway.core.errors import (
     ProducerError,
     ProducerUnavailable,
 )
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.producers.engine.port import Denied, Expired
 from airflow_broadway.producers.kit import checks
 from airflow_broadway.producers.pubsub import PubSubProducer

@@ -13,9 +13,10 @@ import grpc
 import pytest
 from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
 
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.producers.engine.port import Expired
 from airflow_broadway.producers.pubsub import PubSubProducer
 from tests.pubsub_server import StubServer

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from airflow_broadway.cli.app import main
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Delivery, Lease, QueueDepth, Settlement
 from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, ProducerError
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.model.options import override
 from airflow_broadway.producers import SqliteProducer
 from airflow_broadway.producers.sqlite import SqliteQueue

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import (
     ConnectionMissing,
     OptionsError,
     ProducerError,
     ProducerUnavailable,
 )
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.producers.engine.port import Denied, Expired, Hidden
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.producers.sqs.client import Queue, boto_client

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.core.custody.producer import Connection, ProducerEnv
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ConnectionMissing
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.rabbitmq.amqp.address import (
     Address,

@@ -1,0 +1,144 @@
+"""Sinks: tables and folders to which each batch's rows are committed exactly once.
+
+A batch's rows are committed together with the batch's *commit id*, atomically.  So the table itself
+answers whether a commit has landed, and can refuse one that comes too late: *ruling out* an id
+writes a tombstone under the key that a commit uses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.model.batch_info import BatchInfo
+from airflow_broadway.core.model.connections import Connections, NoConnections
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The result of ``handle_batch`` of a batcher with a sink, if messages failed.
+
+    All messages that are not in ``failed`` succeed once the rows are committed.
+
+    :param rows: The rows to commit: with Spark a DataFrame, with Python a list of dicts or a
+        ``pyarrow.Table``.
+    :param failed: The failed messages.  With Spark: the result of ``failed(…)``, or a list of
+        these; with Python: a list of messages, each as returned by its ``failed(reason)``.
+    """
+
+    rows: Any
+    failed: Any = ()
+
+
+class SinkError(BroadwayError):
+    """A sink cannot commit or read: the message names the table, the cause and the way out."""
+
+
+class CommitRefused(SinkError):
+    """The commit id was ruled out, or another attempt's commit has landed: nothing was written."""
+
+
+class CommitInDoubt(SinkError):
+    """The commit may have landed or may still land: no outcome may be recorded for its batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One batch's commit.
+
+    :param commit_id: Identifies the commit, at most 64 characters of ``[0-9a-z.-]``.  The same for
+        all attempts at one batch of the same generations; never used by other batches.
+    :param attempt: The number of this attempt, from 1; stored with the commit.
+    """
+
+    commit_id: str
+    attempt: int
+    batch: BatchInfo
+    pipeline: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkEnv:
+    """What a sink gets when it is opened.
+
+    :param connections: Resolves Airflow connections; in a Spark driver, those that the sink names.
+    """
+
+    connections: Connections = field(default_factory=NoConnections)
+
+
+class SinkClient(ABC):
+    """An open sink; used by one thread at a time, and closed by its caller."""
+
+    @abstractmethod
+    def commit(self, rows: Any, commit: Commit) -> None:
+        """Commits the rows and the commit id in one transaction.
+
+        Returns only once :meth:`landed` would report this attempt.  An error after which the commit
+        may have landed is resolved here, by ruling it out: a read proves nothing about a request
+        that is still on its way.
+
+        :param rows: A Spark DataFrame for :meth:`Sink.open_spark`, a ``pyarrow.Table`` for
+            :meth:`Sink.open`.
+        :raises CommitRefused: If the id was ruled out, or another attempt landed.
+        :raises CommitInDoubt: If the table could not be reached to rule it out.
+        :raises SinkError: If nothing landed and nothing of this attempt can.
+        """
+
+    @abstractmethod
+    def landed(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        """Returns the attempt of each commit that has landed, by commit id."""
+
+    def close(self) -> None:  # noqa: B027 - most clients have nothing to close
+        """Releases connections."""
+
+
+class Sink(ABC):
+    """A table or folder; frozen options until it is opened.
+
+    :cvar engines: The batcher engines that it supports.
+    """
+
+    engines: ClassVar[frozenset[str]] = frozenset({"spark", "python"})
+
+    @property
+    @abstractmethod
+    def uri(self) -> str:
+        """The table's address without credentials; its asset, lineage dataset and log name."""
+
+    @property
+    def connection_ids(self) -> tuple[str, ...]:
+        """Ids of the Airflow connections that it needs."""
+        return ()
+
+    @abstractmethod
+    def open(self, env: SinkEnv) -> RulingClient:
+        """Opens it in a process with Python alone.
+
+        :raises SinkError: If it cannot be reached or read.
+        """
+
+    def open_spark(self, spark: Any, env: SinkEnv) -> SinkClient:
+        """Opens it in a Spark driver.
+
+        :param spark: The batch's own session.
+        :raises SinkError: If it cannot be reached or read.
+        """
+        raise NotImplementedError(f"{type(self).__name__} supports no Spark batchers")
+
+
+class RulingClient(SinkClient):
+    """A client that can also fence: used by the settlement, without Spark."""
+
+    @abstractmethod
+    def rule_out(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        """Makes sure that none of these commits can land any more.
+
+        Writes a tombstone for each that has not landed; idempotent.
+
+        :returns: The attempt of each that has landed, as :meth:`landed`; the others never land.
+        :raises SinkError: If the table cannot be written; then call it again.
+        """

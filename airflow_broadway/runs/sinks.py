@@ -1,0 +1,228 @@
+"""The sinks of a run's batchers: commits of Python batchers, and batches in doubt.
+
+Before the messages of a generation may be redelivered, its batches in doubt are *resolved*: those
+whose commit has landed get their outcome, and the commits of the others are ruled out.  So a paused
+process that wakes up later cannot commit rows of messages that were redelivered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from airflow_broadway.core.errors import ConversionError
+from airflow_broadway.core.formats.commits import commit_id, commit_ids, commit_rows, record_landed
+from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
+from airflow_broadway.core.model.batch_info import BatchInfo
+from airflow_broadway.core.model.connections import Connections
+from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.sink import Commit, RulingClient, SinkEnv
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.schema.ddl import parse_schema
+from airflow_broadway.core.stages.batch_processor import CommitRows
+from airflow_broadway.core.text import many
+from airflow_broadway.runs.plans import OpenPlans
+from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import host_name
+
+log = logging.getLogger(__name__)
+
+
+def open_sink(pipeline: Pipeline, batcher: str, connections: Connections) -> RulingClient:
+    """Opens the sink of a batcher in this process.
+
+    :raises SinkError: If it cannot be reached or read.
+    :raises ConnectionMissing: If an Airflow connection that it names is not defined.
+    """
+    sink = pipeline.batchers[batcher].sink
+    if sink is None:
+        raise LookupError(f"the batcher {batcher!r} has no sink")
+    client: RulingClient = sink.open(SinkEnv(connections=connections))
+    return client
+
+
+class Commits:
+    """Commits the rows of one Python batcher; used from one thread.
+
+    Connects at the first commit.
+    """
+
+    def __init__(self, pipeline: Pipeline, batcher: str, connections: Connections) -> None:
+        self._pipeline = pipeline
+        self._batcher = batcher
+        self._connections = connections
+        self._client: RulingClient | None = None
+
+    def commit(self, rows: Any, commit: Commit) -> None:
+        """Commits rows; errors as in :func:`commit_rows`.
+
+        :param rows: A list of dicts, or a ``pyarrow.Table``.
+        :raises ConversionError: If a value does not fit the batcher's ``schema``.
+        """
+        if isinstance(rows, list):
+            rows = table_of_rows(rows, self._pipeline.batchers[self._batcher].schema)
+        if self._client is None:
+            self._client = open_sink(self._pipeline, self._batcher, self._connections)
+        commit_rows(self._client, rows, commit)
+
+    def close(self) -> None:
+        """Releases the connection; idempotent."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+class LocalCommits:
+    """Commits the rows of a run in one process, whose messages are not staged.
+
+    :param generation: The run's generation, a part of its commits' ids.
+    """
+
+    def __init__(self, pipeline: Pipeline, generation: str, connections: Connections) -> None:
+        self._pipeline = pipeline
+        self._generation = generation
+        self._connections = connections
+        self._opened: list[Commits] = []
+
+    def commit_of(self, batcher: str) -> CommitRows:
+        """Returns the commit function of one batch processor."""
+        commits = Commits(self._pipeline, batcher, self._connections)
+        self._opened.append(commits)
+
+        def commit(
+            rows: Any, info: BatchInfo, successful: list[Message], failed: list[Message]
+        ) -> None:
+            key = commit_id(info.batch_id, [self._generation])
+            commits.commit(
+                rows,
+                Commit(commit_id=key, attempt=1, batch=info, pipeline=self._pipeline.name),
+            )
+
+        return commit
+
+    def close(self) -> None:
+        """Releases connections; idempotent."""
+        for commits in self._opened:
+            commits.close()
+
+
+def table_of_rows(rows: Sequence[Any], schema: str | None) -> Any:
+    """Returns rows as a ``pyarrow.Table``.
+
+    Columns that the schema has too get its types; the types of others follow from their values.
+
+    :param schema: The batcher's DDL.
+    :raises ConversionError: If a value does not fit its type.
+    """
+    import pyarrow as pa
+
+    from airflow_broadway.staging.arrow_schema import arrow_struct
+
+    types = {} if schema is None else {f.name: f.type for f in arrow_struct(parse_schema(schema))}
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {}
+    for name in names:
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows], type=types.get(name))
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            kind = f" (in the schema: {types[name]})" if name in types else ""
+            raise ConversionError(
+                f"the column {name!r}{kind} of the rows that handle_batch returned: {error}"
+            ) from error
+    return pa.table(columns)
+
+
+# -- batches in doubt ------------------------------------------------------------------------------
+
+
+def sink_batchers(pipeline: Pipeline) -> list[str]:
+    """Returns the batchers of a pipeline that have a sink."""
+    return [name for name, options in pipeline.batchers.items() if options.sink is not None]
+
+
+def record_landed_batches(
+    run: StagedRun, pipeline: Pipeline, plans: OpenPlans, connections: Connections
+) -> None:
+    """Records the outcomes of open batches whose commits have landed.
+
+    Called when an earlier process of the task began batches.
+
+    :raises SinkError: If a sink cannot be read.
+    """
+    for head in plans.open_heads:
+        if pipeline.batchers[head.batcher].sink is None:
+            continue
+        batches = [batch for plan, batch in plans.open_batches() if plan is head]
+        ids = commit_ids(head, batches)
+        with closing(open_sink(pipeline, head.batcher, connections)) as client:
+            landed = client.landed(list(ids))
+        if landed:
+            record_landed(run.files, head, ids, landed, by=host_name())
+            plans.look()
+
+
+def resolve(
+    run: StagedRun,
+    pipeline: Pipeline,
+    generation: str,
+    connections: Connections,
+    batchers: Collection[str] | None = None,
+    *,
+    recorded: Recorded,
+) -> None:
+    """Resolves the batches in doubt that hold messages of a generation.
+
+    :param batchers: The batchers with a sink; default: all of the pipeline.
+    :raises SinkError: If a sink cannot be reached: the generation cannot be settled yet.
+    """
+    for batcher in sink_batchers(pipeline) if batchers is None else batchers:
+        plans = [plan for plan in recorded.plans(batcher) if generation in plan.generations]
+        in_doubt = [(plan, _undecided(recorded, plan, generation)) for plan in plans]
+        ids = [key for plan, batches in in_doubt for key in commit_ids(plan, batches)]
+        if not ids:
+            continue
+        log.info("%s of %r without an outcome: ruling them out.", many(len(ids), "batch"), batcher)
+        with closing(open_sink(pipeline, batcher, connections)) as client:
+            landed = client.rule_out(list(dict.fromkeys(ids)))
+        for plan, batches in in_doubt:
+            record_landed(run.files, plan, commit_ids(plan, batches), landed, by=host_name())
+        if landed:
+            recorded.forget_outcomes()
+
+
+def rule_out_batches(
+    run: StagedRun,
+    pipeline: Pipeline,
+    heads: Mapping[str, BatchPlan],
+    batches: Iterable[PlannedBatch],
+    connections: Connections,
+) -> set[str]:
+    """Rules out the commits of batches that are about to be split or dead-lettered.
+
+    :param heads: The plans, by batch id.
+    :returns: The ids of the batches whose commit has landed; they have an outcome now.
+    :raises SinkError: If a sink cannot be reached.
+    """
+    landed: set[str] = set()
+    for batch in batches:
+        head = heads[batch.batch_id]
+        if pipeline.batchers[head.batcher].sink is None:
+            continue
+        ids = commit_ids(head, [batch])
+        with closing(open_sink(pipeline, head.batcher, connections)) as client:
+            attempts = client.rule_out(list(ids))
+        outcomes = record_landed(run.files, head, ids, attempts, by=host_name())
+        landed.update(outcome.batch_id for outcome in outcomes)
+    return landed
+
+
+def _undecided(recorded: Recorded, plan: BatchPlan, generation: str) -> Iterable[PlannedBatch]:
+    ids = recorded.ids(plan)
+    return [
+        batch
+        for batch in recorded.batches(plan)
+        if batch.sources.get(generation) and batch.batch_id not in ids
+    ]

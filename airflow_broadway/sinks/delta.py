@@ -1,0 +1,192 @@
+"""The sink for a Delta Lake table.
+
+A commit carries its id as a transaction identifier (``txnAppId``), and so does a tombstone.  A
+writer reads the identifier and commits with the same handle: Delta Lake refuses a commit whose
+identifier another commit has recorded since.  The table's history tells whose commit it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, ClassVar
+
+from airflow_broadway.core.model.options import Options, option, options
+from airflow_broadway.core.model.rules import CONN_ID, matching, one_of
+from airflow_broadway.core.model.sink import Commit, RulingClient, Sink, SinkEnv, SinkError
+from airflow_broadway.sinks.fencing import (
+    KEPT_DAYS,
+    RULED_OUT,
+    has_landed,
+    import_client,
+    reason_of,
+    resolve,
+)
+
+#: The versions of a transaction identifier.
+_COMMITTED, _TOMBSTONE = 1, 2
+#: Commits that are read from the history first, before all of it.
+_NEWEST = 200
+
+
+@options
+class DeltaTable(Options, Sink):
+    """A Delta Lake table; see ``docs/sink-tables.md``."""
+
+    engines: ClassVar[frozenset[str]] = frozenset({"python"})
+
+    path: str = option(
+        rule=matching(r"(/|[a-z][a-z0-9]*://)[^?#`]+", "an absolute path or a URI"),
+        doc="The table's folder, such as ``s3://lake/orders``; the table must exist.",
+    )
+    conn_id: str | None = option(
+        default=None,
+        rule=CONN_ID.or_none(),
+        doc="The Airflow connection whose extra has delta-rs's ``storage_options``.",
+    )
+    schema_mode: str = option(
+        default="strict",
+        rule=one_of("strict", "merge"),
+        doc="``merge`` adds new columns to the table; ``strict`` refuses them.",
+    )
+
+    @property
+    def uri(self) -> str:
+        return self.path if "://" in self.path else f"file://{self.path}"
+
+    @property
+    def connection_ids(self) -> tuple[str, ...]:
+        return () if self.conn_id is None else (self.conn_id,)
+
+    def open(self, env: SinkEnv) -> RulingClient:
+        storage: dict[str, str] = {}
+        if self.conn_id is not None:
+            extra = env.connections.get(self.conn_id).extra
+            storage = {name: str(v) for name, v in extra.get("storage_options", {}).items()}
+        client = _Client(self, storage)
+        _check_retention(client.load().metadata().configuration, self.uri)
+        return client
+
+
+def _check_retention(properties: Mapping[str, str], uri: str) -> None:
+    """Refuses a table that forgets transaction identifiers.
+
+    :raises SinkError: If its retention is too short.
+    """
+    kept = properties.get("delta.setTransactionRetentionDuration", "interval 1000 days")
+    words = kept.removeprefix("interval ").split()
+    days = {"day": 1.0, "week": 7.0, "hour": 1 / 24, "minute": 1 / 1440}
+    if len(words) != 2 or float(words[0]) * days.get(words[1].rstrip("s"), 0) < KEPT_DAYS:
+        raise SinkError(
+            f"{uri} forgets commits after {kept!r} (delta.setTransactionRetentionDuration): use at"
+            f" least 'interval {KEPT_DAYS} days', or remove the property"
+        )
+
+
+def _attempts(history: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns the attempts that a history records, by commit id."""
+    attempts: dict[str, int] = {}
+    for entry in history:
+        text = entry.get("userMetadata") or ""
+        if text.startswith('{"broadway": '):
+            for name, attempt in json.loads(text)["broadway"].items():
+                attempts.setdefault(name, attempt)
+    return attempts
+
+
+def _user_metadata(attempts: Mapping[str, int]) -> str:
+    return json.dumps({"broadway": attempts})
+
+
+class _Client(RulingClient):
+    """A table read and written by delta-rs."""
+
+    def __init__(self, sink: DeltaTable, storage: Mapping[str, str]) -> None:
+        self._deltalake = import_client("deltalake", "delta")
+        self._sink, self._storage = sink, dict(storage)
+        self._uri = sink.uri
+
+    def load(self) -> Any:
+        """Opens the newest version of the table.
+
+        :raises SinkError: If it does not exist or cannot be read.
+        """
+        try:
+            return self._deltalake.DeltaTable(self._sink.path, storage_options=self._storage)
+        except self._deltalake.exceptions.TableNotFoundError:
+            raise SinkError(f"{self._uri} does not exist: create the Delta Lake table") from None
+        except Exception as error:
+            raise SinkError(f"{self._uri} cannot be read: {reason_of(error)}") from None
+
+    def commit(self, rows: Any, commit: Commit) -> None:
+        table = self.load()
+        recorded = self._recorded(table, [commit.commit_id])
+        if has_landed(recorded.get(commit.commit_id), commit, self._uri):
+            return
+        try:
+            self._deltalake.write_deltalake(
+                table,
+                rows,
+                mode="append",
+                schema_mode="merge" if self._sink.schema_mode == "merge" else None,
+                commit_properties=self._properties(_COMMITTED, {commit.commit_id: commit.attempt}),
+            )
+        except self._deltalake.exceptions.SchemaMismatchError as error:
+            raise SinkError(
+                f"{self._uri} has other columns than the rows: {reason_of(error)}; nothing was"
+                " written"
+            ) from None
+        except Exception as error:
+            if isinstance(error, self._deltalake.exceptions.CommitFailedError):
+                recorded = self._recorded(self.load(), [commit.commit_id])
+                if has_landed(recorded.get(commit.commit_id), commit, self._uri):
+                    return
+            resolve(self, commit, self._uri, error)
+
+    def landed(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        recorded = self._recorded(self.load(), commit_ids)
+        return {name: attempt for name, attempt in recorded.items() if attempt != RULED_OUT}
+
+    def rule_out(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        for _ in range(100):  # each conflict is a commit of one of these ids
+            table = self.load()
+            recorded = self._recorded(table, commit_ids)
+            open_ids = sorted(set(commit_ids) - recorded.keys())
+            if not open_ids:
+                break
+            properties = self._properties(_TOMBSTONE, dict.fromkeys(open_ids, RULED_OUT))
+            try:
+                table.create_write_transaction(
+                    [], "append", table.schema(), commit_properties=properties
+                )
+            except self._deltalake.exceptions.CommitFailedError:
+                continue
+            except Exception as error:
+                raise SinkError(f"{self._uri} cannot be written: {reason_of(error)}") from None
+        else:
+            raise SinkError(f"{self._uri} has too many other writers at present: try again")
+        return {name: attempt for name, attempt in recorded.items() if attempt != RULED_OUT}
+
+    def _recorded(self, table: Any, commit_ids: Collection[str]) -> dict[str, int]:
+        """Returns the recorded attempts; that of a tombstone is :data:`RULED_OUT`."""
+        versions = {name: table.transaction_version(name) for name in commit_ids}
+        recorded = {name: RULED_OUT for name, found in versions.items() if found == _TOMBSTONE}
+        committed = [name for name, found in versions.items() if found == _COMMITTED]
+        for limit in (_NEWEST, None) if committed else ():
+            attempts = _attempts(table.history(limit))
+            if all(name in attempts for name in committed):
+                return recorded | {name: attempts[name] for name in committed}
+        if committed:
+            raise SinkError(
+                f"{self._uri} has commit {committed[0]}, but its history has been removed, so that"
+                " its attempt is unknown: delta.logRetentionDuration must be longer than a run's"
+                " lease"
+            )
+        return recorded
+
+    def _properties(self, version: int, attempts: Mapping[str, int]) -> Any:
+        transaction = self._deltalake.Transaction
+        return self._deltalake.CommitProperties(
+            custom_metadata={"userMetadata": _user_metadata(attempts)},
+            app_transactions=[transaction(name, version) for name in attempts],
+        )

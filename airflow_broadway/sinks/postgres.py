@@ -1,0 +1,242 @@
+"""The sink for a table of PostgreSQL.
+
+A batch's rows and its row in the ledger are one transaction.  The ledger's primary key is the
+commit id, and a tombstone is a row of the ledger without rows in the table.  A commit's key is
+inserted last, in one request with ``COMMIT``: a client that pauses holds no lock on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from airflow_broadway.core.model.connections import Connection
+from airflow_broadway.core.model.options import Options, option, options
+from airflow_broadway.core.model.rules import CONN_ID, matching
+from airflow_broadway.core.model.sink import Commit, RulingClient, Sink, SinkEnv, SinkError
+from airflow_broadway.sinks.fencing import (
+    KEPT_DAYS,
+    RULED_OUT,
+    has_landed,
+    import_client,
+    reason_of,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    from psycopg import Connection as Session
+    from psycopg.sql import Composed
+
+_NAME: Final = r"[A-Za-z_]\w{0,62}"
+_TABLE: Final = matching(rf"{_NAME}\.{_NAME}", "a schema and a table, such as 'public.orders'")
+#: Rows that one message of a COPY carries.
+_COPIED_ROWS: Final = 10_000
+#: The parameters of a connection's extra that are passed to libpq.
+_PARAMETERS: Final = ("sslmode", "sslrootcert", "sslcert", "sslkey", "target_session_attrs")
+
+
+@options
+class PostgresTable(Options, Sink):
+    """A table of PostgreSQL, version 12 or later; see ``docs/sink-tables.md``."""
+
+    engines: ClassVar[frozenset[str]] = frozenset({"python"})
+
+    table: str = option(rule=_TABLE, doc="The table, with its schema; it must exist.")
+    conn_id: str = option(
+        default="postgres_default", rule=CONN_ID, doc="The Airflow connection of the database."
+    )
+    ledger: str = option(
+        default="public.broadway_commits",
+        rule=_TABLE,
+        doc="The table of commit ids, in the same database; created if it does not exist.",
+    )
+
+    @property
+    def uri(self) -> str:
+        return f"postgres://{self.conn_id}/{self.table.replace('.', '/')}"
+
+    @property
+    def connection_ids(self) -> tuple[str, ...]:
+        return (self.conn_id,)
+
+    def open(self, env: SinkEnv) -> RulingClient:
+        client = _Client(self, env.connections.get(self.conn_id))
+        client.prepare()
+        return client
+
+
+class _Client(RulingClient):
+    """Connects anew for each call: hours may lie between two commits."""
+
+    def __init__(self, sink: PostgresTable, connection: Connection) -> None:
+        self._psycopg = import_client("psycopg", "postgres")
+        self._sink, self._connection = sink, connection
+        identifier = self._psycopg.sql.Identifier
+        self._table = identifier(*sink.table.split("."))
+        self._ledger = identifier(*sink.ledger.split("."))
+
+    def prepare(self) -> None:
+        """Creates the ledger, and checks that the table exists.
+
+        :raises SinkError: If the database cannot be reached, or lacks the table or a privilege.
+        """
+        with self._reaching() as session:
+            self._run(session, "SELECT FROM {table} LIMIT 0")
+            exists = session.execute("SELECT to_regclass(%s)", [self._ledger.as_string()])
+            if exists.fetchone() != (None,):
+                return
+            # Two that create it together: IF NOT EXISTS lets one of them fail.
+            session.execute("SELECT pg_advisory_xact_lock(8675309)")
+            self._run(
+                session,
+                "CREATE TABLE IF NOT EXISTS {ledger} (target text, commit_id text, attempt integer"
+                " NOT NULL, at timestamptz NOT NULL DEFAULT now(),"
+                " PRIMARY KEY (target, commit_id))",
+            )
+
+    def commit(self, rows: Any, commit: Commit) -> None:
+        def write(session: Session) -> None:
+            text = "COPY {table} ({columns}) FROM STDIN (FORMAT csv)"
+            with session.cursor().copy(self._compose(text, rows.column_names)) as copy:
+                for start in range(0, len(rows), _COPIED_ROWS):
+                    copy.write(_as_csv(rows.slice(start, _COPIED_ROWS)))
+
+        self._commit(commit, write)
+
+    def _commit(self, commit: Commit, write: Any) -> None:
+        """Writes, and inserts the commit id, in one transaction."""
+        if has_landed(self.recorded([commit.commit_id]).get(commit.commit_id), commit, self.uri):
+            return
+        try:
+            with self._session() as session:
+                write(session)
+                self._run(
+                    session,
+                    "INSERT INTO {ledger} (target, commit_id, attempt) VALUES ({values}); COMMIT",
+                    values=[self._sink.table, commit.commit_id, commit.attempt],
+                )
+        except self._psycopg.errors.UniqueViolation as error:
+            if error.diag.table_name != self._sink.ledger.split(".")[1]:
+                raise self._error(error) from None
+            attempt = self.recorded([commit.commit_id]).get(commit.commit_id)
+            has_landed(attempt, commit, self.uri)
+        except self._psycopg.Error as error:
+            # Without a state the connection broke; 08 and 57P are the server's words for it.
+            if error.sqlstate and not error.sqlstate.startswith(("08", "57P")):
+                raise self._error(error) from None
+            resolve(self, commit, self.uri, error)
+
+    @property
+    def uri(self) -> str:
+        """The table's address."""
+        return self._sink.uri
+
+    def landed(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        found = self.recorded(commit_ids)
+        return {name: attempt for name, attempt in found.items() if attempt != RULED_OUT}
+
+    def recorded(self, commit_ids: Collection[str]) -> dict[str, int]:
+        """Returns the recorded attempts; that of a tombstone is :data:`RULED_OUT`."""
+        with self._reaching() as session:
+            query = (
+                "SELECT commit_id, attempt FROM {ledger} WHERE target = %s AND commit_id = ANY(%s)"
+            )
+            found = session.execute(self._compose(query), [self._sink.table, list(commit_ids)])
+            return dict(found.fetchall())
+
+    def rule_out(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        ids = sorted(commit_ids)
+        with self._reaching() as session:
+            session.execute("SET LOCAL lock_timeout = '30s'")
+            self._run(
+                session,
+                "INSERT INTO {ledger} (target, commit_id, attempt) SELECT {values}"
+                " ON CONFLICT DO NOTHING",
+                values=[
+                    self._sink.table,
+                    self._psycopg.sql.SQL("unnest({}::text[])").format(ids),
+                    0,
+                ],
+            )
+            self._run(
+                session,
+                f"DELETE FROM {{ledger}} WHERE at < now() - interval '{KEPT_DAYS} days'",
+            )
+        return self.landed(ids)  # of a new snapshot, which has what the insert waited for
+
+    @contextmanager
+    def _session(self) -> Iterator[Session]:
+        """Yields a session in a transaction, which is committed unless the block raises."""
+        extra = {n: self._connection.extra[n] for n in _PARAMETERS if n in self._connection.extra}
+        connection = self._connection
+        with self._psycopg.connect(
+            host=connection.host,
+            port=connection.port or 5432,
+            user=connection.login or None,
+            password=connection.password or None,
+            dbname=connection.schema or None,
+            client_encoding="utf8",
+            application_name="airflow-broadway",
+            connect_timeout=30,
+            prepare_threshold=None,
+            **extra,
+        ) as session:
+            # A driver that was paused with rows in hand, which others may wait for.
+            session.execute("SET idle_in_transaction_session_timeout = '10min'")
+            yield session
+
+    @contextmanager
+    def _reaching(self) -> Iterator[Session]:
+        """Yields a session; its errors are those of the sink."""
+        try:
+            with self._session() as session:
+                yield session
+        except self._psycopg.Error as error:
+            raise self._error(error) from None
+
+    def _run(self, session: Session, text: str, **parts: Any) -> None:
+        session.execute(self._compose(text, **parts))
+
+    def _compose(
+        self, text: str, columns: Collection[str] = (), values: Collection[Any] = ()
+    ) -> Composed:
+        sql = self._psycopg.sql
+        composed: Composed = sql.SQL(text).format(
+            table=self._table,
+            ledger=self._ledger,
+            columns=sql.SQL(", ").join(map(sql.Identifier, columns)),
+            values=sql.SQL(", ").join(
+                value if isinstance(value, sql.Composable) else sql.Literal(value)
+                for value in values
+            ),
+        )
+        return composed
+
+    def _error(self, error: Any) -> SinkError:
+        reason = error.diag.message_primary or reason_of(error)
+        return SinkError(f"{self.uri}: {reason}; nothing was written")
+
+
+def _as_csv(rows: Any) -> bytes:
+    """Converts rows as COPY reads them: text is quoted, null is not; nested values are JSON."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    columns = []
+    for column in rows.columns:
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if pa.types.is_nested(column.type):
+            texts = [None if v is None else json.dumps(v, default=str) for v in column.to_pylist()]
+            column = pa.array(texts, pa.string())
+        elif pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+            texts = [None if v is None else f"\\x{v.hex()}" for v in column.to_pylist()]
+            column = pa.array(texts, pa.string())
+        columns.append(column)
+    written = BytesIO()
+    quoted = csv.WriteOptions(include_header=False, quoting_style="all_valid")
+    csv.write_csv(pa.table(columns, names=rows.column_names), written, quoted)
+    return written.getvalue()

@@ -1,0 +1,256 @@
+"""Every sink keeps the contract: against races, paused processes and lost answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.core.model.sink import CommitInDoubt, CommitRefused, SinkEnv, SinkError
+from airflow_broadway.sinks import DeltaTable
+from airflow_broadway.testing.sinks import SinkContract, SinkSubject, commit_of, rows_of
+from tests import sink_subjects
+from tests.cluster.services import PostgreSQL, ServiceMissing
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgreSQL]:
+    try:
+        server = PostgreSQL(tmp_path_factory.mktemp("pg") / "postgresql", "127.0.0.1")
+    except ServiceMissing as error:
+        pytest.skip(str(error))
+    yield server
+    server.stop()
+
+
+def _address(server: PostgreSQL) -> tuple[str, int]:
+    host, port = server.url.rpartition("@")[2].partition("/")[0].split(":")
+    return host, int(port)
+
+
+@pytest.fixture(params=["delta", "postgres"])
+def subject(request: pytest.FixtureRequest, tmp_path: Path) -> SinkSubject:
+    if request.param == "delta":
+        return sink_subjects.delta(tmp_path / "table")
+    return sink_subjects.postgres(*_address(request.getfixturevalue("server")))
+
+
+class TestSinks(SinkContract):
+    @pytest.fixture
+    def subject(self, subject: SinkSubject) -> SinkSubject:
+        return subject
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+class TestThousandRaces(SinkContract):
+    races = 1_000
+
+    @pytest.fixture
+    def subject(self, subject: SinkSubject) -> SinkSubject:
+        return subject
+
+
+def _pause(subject: SinkSubject, rounds: int) -> None:
+    """A process is stopped at some moment of its commit, which is ruled out before it goes on."""
+    kind = next(name for name, cls in sink_subjects.SINKS.items() if type(subject.sink) is cls)
+    conn_id = subject.sink.conn_id  # type: ignore[attr-defined]
+    connection = {}
+    if conn_id is not None:
+        connection = dataclasses.asdict(subject.env.connections.get(conn_id))
+        del connection["conn_id"]
+    options = {
+        field.name: getattr(subject.sink, field.name)
+        for field in dataclasses.fields(subject.sink)  # type: ignore[arg-type]
+    }
+    given = json.dumps({"options": options, "connection": connection})
+    command = [sys.executable, "-m", "tests.sink_subjects", kind, given]
+    with (
+        closing(subject.open()) as settlement,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        ) as driver,
+    ):
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        took, results = 0.05, Counter[str]()
+        landed: dict[str, int] = {}
+        for number in range(rounds):
+            name = f"p{number}.0"
+            driver.stdin.write(f"{name}\n")
+            begun = time.monotonic()
+            assert driver.stdout.readline() == "begun\n"
+            time.sleep(random.uniform(0, took))
+            os.kill(driver.pid, signal.SIGSTOP)
+            reported = settlement.rule_out([name])
+            os.kill(driver.pid, signal.SIGCONT)
+            result = driver.stdout.readline().strip()
+            if result == "landed":
+                took = 0.9 * took + 0.1 * max(0.005, (time.monotonic() - begun) / 2)
+            assert result == ("landed" if reported else "refused"), result
+            results[result] += 1
+            landed |= reported
+        driver.stdin.close()
+    print(dict(results))
+    assert Counter(subject.read()) == dict.fromkeys(landed, 1)
+
+
+def test_a_paused_process_is_refused(subject: SinkSubject) -> None:
+    _pause(subject, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_process_paused_at_any_moment_is_refused(subject: SinkSubject) -> None:
+    _pause(subject, 300)
+
+
+def _break_commit(client: Any, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Makes the client's commit fail before it is sent, or after it has landed."""
+    if hasattr(client, "_psycopg"):
+        error: Exception = client._psycopg.OperationalError("server closed the connection")
+        place, name = client, "_run"
+    else:
+        error, place, name = (
+            OSError("No space left on device"),
+            client._deltalake,
+            "write_deltalake",
+        )
+    call = getattr(place, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(place, name, call)
+        if when == "after":
+            call(*args, **kwargs)
+        raise error
+
+    monkeypatch.setattr(place, name, broken)
+
+
+def test_a_commit_that_lands_despite_an_error_is_a_success(
+    subject: SinkSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(subject.open()) as client:
+        _break_commit(client, monkeypatch, "after")
+        client.commit(rows_of("a"), commit_of("b1.0"))
+        assert client.landed(["b1.0"]) == {"b1.0": 1}
+    assert list(subject.read()) == ["a"]
+
+
+def test_a_commit_that_failed_can_never_land(
+    subject: SinkSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(subject.open()) as client:
+        _break_commit(client, monkeypatch, "before")
+        with pytest.raises(SinkError, match="Nothing was written, and the commit is ruled out"):
+            client.commit(rows_of("a"), commit_of("b1.0"))
+        with pytest.raises(CommitRefused):
+            client.commit(rows_of("a"), commit_of("b1.0"))
+    assert list(subject.read()) == []
+
+
+def test_a_commit_is_in_doubt_while_the_table_cannot_be_reached(
+    subject: SinkSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(_: Any) -> Any:
+        raise SinkError("it is away")
+
+    monkeypatch.setattr("airflow_broadway.sinks.fencing._PAUSES", (0.0, 0.0))
+    with closing(subject.open()) as client:
+        _break_commit(client, monkeypatch, "after")
+        monkeypatch.setattr(client, "rule_out", unreachable)
+        with pytest.raises(CommitInDoubt, match="may have landed"):
+            client.commit(rows_of("a"), commit_of("b1.0"))
+        monkeypatch.undo()
+        assert client.rule_out(["b1.0"]) == {"b1.0": 1}
+
+
+def _others() -> dict[str, Any]:
+    import pyarrow as pa
+
+    return {
+        "more columns": pa.table({"message_id": ["a"], "n": [1], "more": [1]}),
+        "another type": pa.table({"message_id": ["a"], "n": ["x"]}),
+    }
+
+
+@pytest.mark.parametrize("name", _others())
+def test_rows_that_do_not_fit_are_one_error(subject: SinkSubject, name: str) -> None:
+    with closing(subject.open()) as client:
+        with pytest.raises(SinkError, match="othing was written") as caught:
+            client.commit(_others()[name], commit_of("b1.0"))
+        assert "\n" not in str(caught.value)
+        client.commit(rows_of("a"), commit_of("b1.1"))
+    assert list(subject.read()) == ["a"]
+
+
+def test_a_missing_table_is_one_error(subject: SinkSubject, tmp_path: Path) -> None:
+    missing = "path" if isinstance(subject.sink, DeltaTable) else "table"
+    value = str(tmp_path / "none") if missing == "path" else "public.no_such_table"
+    sink = dataclasses.replace(subject.sink, **{missing: value})  # type: ignore[type-var]
+
+    with pytest.raises(SinkError, match=r"none|no_such_table") as caught:
+        sink.open(subject.env)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_delta_table_that_forgets_commits_is_refused(tmp_path: Path) -> None:
+    import deltalake
+
+    forgets = {"delta.setTransactionRetentionDuration": "interval 2 days"}
+    folder = str(tmp_path / "table")
+    deltalake.DeltaTable.create(folder, schema=rows_of("a").schema, configuration=forgets)
+
+    with pytest.raises(SinkError, match="forgets commits"):
+        DeltaTable(path=folder).open(SinkEnv())
+
+
+def test_a_removed_history_of_delta_is_one_error(tmp_path: Path) -> None:
+    subject = sink_subjects.delta(tmp_path / "table")
+    with closing(subject.open()) as client:
+        client.commit(rows_of("a"), commit_of("b1.0"))
+        client.load().create_checkpoint()  # type: ignore[attr-defined]
+        for log in (tmp_path / "table" / "_delta_log").glob("*.json"):
+            log.unlink()
+        with pytest.raises(SinkError, match="history has been removed"):
+            client.commit(rows_of("a"), commit_of("b1.0", 2))
+    assert list(subject.read()) == ["a"]
+
+
+def test_another_unique_key_of_a_table_is_no_refusal(server: PostgreSQL) -> None:
+    subject = sink_subjects.postgres(*_address(server))
+    with closing(subject.open()) as client:
+        with client._session() as session:  # type: ignore[attr-defined]
+            session.execute(f"CREATE UNIQUE INDEX ON {subject.sink.table} (message_id)")  # type: ignore[attr-defined]
+        client.commit(rows_of("a"), commit_of("b1.0"))
+        with pytest.raises(SinkError, match="duplicate key") as caught:
+            client.commit(rows_of("a"), commit_of("b2.0"))
+        assert not isinstance(caught.value, CommitRefused)
+        assert client.landed(["b2.0"]) == {}
+
+
+def test_a_database_that_ends_is_in_no_doubt(server: PostgreSQL) -> None:
+    subject = sink_subjects.postgres(*_address(server))
+    with closing(subject.open()) as client:
+        server.restart()
+        client.commit(rows_of("a"), commit_of("b1.0"))
+        server.stop()
+        try:
+            with pytest.raises(SinkError, match=r"127\.0\.0\.1"):
+                client.landed(["b1.0"])
+        finally:
+            server.start()
+        assert client.rule_out(["b1.0"]) == {"b1.0": 1}

@@ -1,0 +1,299 @@
+"""Batchers with a sink: each message's rows are in it exactly once, whatever dies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset as ds
+import pytest
+
+from airflow_broadway import Batcher, BatchInfo, Message, Rows
+from airflow_broadway.core.errors import OptionsError, PipelineError
+from airflow_broadway.core.formats.ownership import OwnershipLost
+from airflow_broadway.core.local.run import run_local
+from airflow_broadway.core.model.connections import NoConnections
+from airflow_broadway.core.model.sink import RulingClient, SinkEnv, SinkError
+from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.runs.sinks import Commits
+from airflow_broadway.runs.tasks import BatchTask
+from airflow_broadway.sinks import ParquetFolder
+from airflow_broadway.sinks.parquet import _Disk
+from tests.unit.runs.steps import Point, Run, Sums, dies, note, precede
+
+COMMIT = "airflow_broadway.runs.sinks:Commits.commit"
+RECORD = "airflow_broadway.core.formats.record_batch:BatchRecorder.record"
+CREATE = "airflow_broadway.sinks.parquet:_Disk.create"
+
+
+class Folder(Sums):
+    """Commits the numbers; those divisible by 5 fail in the batch."""
+
+    name = "Sums"
+    batchers = {
+        "default": Batcher(
+            engine="python",
+            batch_size=10,
+            batch_timeout=None,
+            sink=ParquetFolder(path="/replaced"),
+        )
+    }
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        super().handle_batch(batcher, messages, batch_info, context)
+        failed = [each.failed("five") for each in messages if each.data % 5 == 0]
+        rows = [{"number": each.data} for each in messages if each.data % 5]
+        return Rows(rows, failed=failed)
+
+
+def make(folder: Path, run_id: str = "manual__1", **options: Any) -> Run:
+    sink = {"sink": {"path": str(folder / "lake")}}
+    options.setdefault("pipeline", Folder)
+    return Run(folder, run_id, batchers={"default": sink}, **options)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = make(tmp_path)
+    made.send(range(1, 26))
+    return made
+
+
+def numbers(run: Run) -> list[Any]:
+    """The numbers in the folder, as a reader sees them who knows nothing of commits."""
+    lake = run.folder / "lake"
+    table = ds.dataset(lake).to_table() if lake.exists() else None
+    found: list[Any] = table["number"].to_pylist() if table else []
+    return sorted(found)
+
+
+#: Of 1 to 25: without those that fail in the processor (7, 14, 21) or in the batch (5, 10, …).
+GOOD = [each for each in range(1, 26) if each % 7 and each % 5]
+
+
+def batch(run: Run, pulled: Mapping[str, Any], try_number: int = 1) -> dict[str, int] | None:
+    """The batcher's task, with all that it does before it runs batches."""
+    task = replace(run.task(-1, try_number), task_id="batch.default")
+    work = BatchTask(run.staged, run.pipeline, task, run.ports, batcher="default")
+    plan = work.plan([pulled], label=str(try_number))
+    return None if plan is None else work.handle(plan)
+
+
+def after_death(run: Run) -> None:
+    """Settle what a dead run left, and handle what comes again in another."""
+    later = make(run.folder, "manual__2", finished=[run.run_id], create=False)
+    batch(later, later.process())
+    later.ack()
+
+
+def test_rows_are_committed_and_their_messages_settled(run: Run) -> None:
+    batch(run, run.process())
+
+    report = run.ack()
+
+    assert numbers(run) == GOOD
+    assert (report["totals"]["acked"], report["totals"]["dead_lettered"]) == (len(GOOD), 8)
+    assert run.dead() == [5, 7, 10, 14, 15, 20, 21, 25]
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        Point(COMMIT, "before", 2),
+        Point(CREATE, "before", 2),
+        Point(CREATE, "after", 2),
+        Point("airflow_broadway.sinks.parquet:_Disk.publish", "after", 2),
+        Point(COMMIT, "after", 2),
+        Point(RECORD, "before", 2),
+        Point(RECORD, "after", 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("retried", [True, False])
+def test_no_row_is_lost_or_doubled_where_a_process_dies(
+    run: Run, point: Point, retried: bool
+) -> None:
+    pulled = run.process()
+    dies(lambda: batch(run, pulled), point)
+
+    if retried:
+        batch(run, pulled, 2)
+        run.ack()
+    else:
+        after_death(run)
+
+    assert numbers(run) == GOOD
+    assert run.dead() == [5, 7, 10, 14, 15, 20, 21, 25]
+    assert run.depth() == (0, 0, 0, 8)
+
+
+def test_a_batch_whose_commit_has_landed_is_not_handled_again(run: Run) -> None:
+    pulled = run.process()
+    dies(lambda: batch(run, pulled), Point(COMMIT, "after", 1))
+    before = len(run.calls())
+
+    counts = batch(run, pulled, 2)
+
+    # Then its messages that failed, fail as at the first try
+    assert counts == {"batches": 3, "successful": len(GOOD), "failed": 5, "without_outcome": 0}
+    assert max(Counter(call.number for call in run.calls()).values()) == 1
+    assert before == 10
+
+
+def test_a_paused_process_commits_nothing_once_its_messages_are_released(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a process that is paused immediately before it commits its first batch
+    pulled = run.process()
+
+    def swept(*_: Any) -> None:
+        after_death(run)
+
+    precede(monkeypatch, swept, Commits, "commit", once=True)
+
+    counts = batch(run, pulled)
+
+    # Then another run handles its messages, and its own commits are refused
+    assert counts is not None
+    assert counts["without_outcome"] == 3
+    assert numbers(run) == GOOD
+
+
+def test_the_commit_of_an_overlapping_try_stands(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a try that is paused immediately before it commits, while a second one does all
+    pulled = run.process()
+
+    def overtaken(*_: Any) -> None:
+        batch(run, pulled, 2)
+
+    precede(monkeypatch, overtaken, Commits, "commit", once=True)
+    with suppress(OwnershipLost):  # if its check is no longer fresh
+        batch(run, pulled)
+
+    assert run.ack()["totals"]["acked"] == len(GOOD)
+    assert numbers(run) == GOOD
+
+
+def test_rows_stay_when_the_process_task_is_cleared(run: Run) -> None:
+    # Given a run of which two of three batches are committed, one without an outcome
+    pulled = run.process()
+    dies(lambda: batch(run, pulled), Point(COMMIT, "after", 2))
+
+    # When its process task is cleared, and receives what is released
+    again = run.process(try_number=2)
+    batch(run, again, 2)
+    run.ack()
+
+    assert numbers(run) == GOOD
+    assert run.depth()[:3] == (0, 0, 0)
+
+
+def test_a_generation_stays_unsettled_while_its_sink_cannot_be_reached(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pulled = run.process()
+    dies(lambda: batch(run, pulled), Point(COMMIT, "after", 1))
+
+    def away(self: ParquetFolder, env: SinkEnv) -> RulingClient:
+        raise SinkError("file:///lake: it is not there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ParquetFolder, "open", away)
+        with pytest.raises(SinkError, match="it is not there"):
+            run.ack()
+    assert run.depth()[2] == 25  # all of them leased
+    assert "Could not settle generation" in caplog.text
+
+    run.ack()
+
+    after_death(run)
+    assert numbers(run) == GOOD
+
+
+def test_a_failed_commit_fails_its_batch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: _Disk, folder: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_Disk, "sync", full)
+
+    counts = batch(run, run.process())
+
+    assert counts == {"batches": 3, "successful": 0, "failed": 22, "without_outcome": 0}
+    run.ack()
+    assert numbers(run) == []
+    assert len(run.dead()) == 25
+
+
+def test_without_handle_batch_the_rows_are_the_data(tmp_path: Path) -> None:
+    class Plain(Folder):
+        batchers = {
+            "default": Batcher(
+                engine="python",
+                schema="n bigint, note string",
+                sink=ParquetFolder(path="/replaced", partition_by=["n"]),
+            )
+        }
+
+        def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+            return message.put_data({"n": int(message.data)})
+
+    Plain.handle_batch = Pipeline.handle_batch  # type: ignore[method-assign]
+    run = make(tmp_path, pipeline=Plain)
+    run.send([1, 2, 3])
+
+    batch(run, run.process())
+    run.ack()
+
+    table = ds.dataset(run.folder / "lake", partitioning="hive").to_table()
+    assert set(table["n"].to_pylist()) == {1, 2, 3}
+    assert set(table.column_names) == {"message_id", "note", "n"}
+    assert str(table.schema.field("note").type) == "string"
+
+
+def test_run_local_commits_before_it_settles(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    leased: list[int] = []
+    precede(monkeypatch, lambda *_: leased.append(run.depth()[2]), Commits, "commit")
+
+    report = run.pipeline.run_local(connections=NoConnections())
+
+    assert leased[0] >= 10
+    assert report.settled.acked == len(GOOD)
+    assert numbers(run) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (lambda messages: messages, "a list of dicts or a pyarrow.Table"),
+        (lambda messages: None, "a list of dicts or a pyarrow.Table"),
+        (lambda messages: Rows([], failed=[Message(1)]), "takes messages of the batch"),
+        (lambda messages: [{"number": 1}, {"number": "one"}], "the column 'number'"),
+    ],
+)
+def test_what_handle_batch_may_not_return(
+    run: Run, monkeypatch: pytest.MonkeyPatch, returned: Callable[[Any], Any], reason: str
+) -> None:
+    monkeypatch.setattr(
+        Folder, "handle_batch", lambda self, batcher, messages, *_: returned(messages)
+    )
+    note(run.calls_path, [])
+
+    batch(run, run.process())
+
+    report = run.ack()
+    assert report["totals"]["acked"] == 0
+    assert any(reason in each["reason"] for each in report["reasons"])
+    assert numbers(run) == []
+
+
+def test_options_that_no_sink_takes() -> None:
+    with pytest.raises(OptionsError, match=r"a sink, such as ParquetFolder"):
+        Batcher(sink="s3://lake/orders")  # type: ignore[arg-type]
+    with pytest.raises(OptionsError, match="an absolute path or a URI"):
+        ParquetFolder(path="lake")
+    with pytest.raises(PipelineError, match="nothing commits the rows"):
+        run_local(Folder(producer={"path": "/none"}))
