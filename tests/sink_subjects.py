@@ -8,8 +8,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from airflow_broadway.core.errors import LeaseLapsed
+from airflow_broadway.core.formats.commits import commit_rows
 from airflow_broadway.core.model.connections import Connection
-from airflow_broadway.core.model.sink import CommitRefused, SinkEnv, SinkError
+from airflow_broadway.core.model.sink import SinkEnv, SinkError
 from airflow_broadway.sinks import DeltaTable, PostgresTable
 from airflow_broadway.testing.sinks import SinkSubject, commit_of, rows_of
 
@@ -64,9 +66,9 @@ def main(kind: str, given: dict[str, Any]) -> None:
         commit_id = line.strip()
         print("begun", flush=True)
         try:
-            client.commit(rows_of(commit_id), commit_of(commit_id))
+            commit_rows(client, rows_of(commit_id), commit_of(commit_id))
             print("landed", flush=True)
-        except CommitRefused:
+        except LeaseLapsed:
             print("refused", flush=True)
         except SinkError as error:
             print(f"failed: {error}", flush=True)

@@ -130,3 +130,9 @@ def _mask_user(match: re.Match[str]) -> str:
 
 def _names_no_user(scheme: str, user: str) -> bool:
     return scheme == "file" or (scheme in _STORES and ":" not in user)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the first line of a client's error, without credentials."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {redacted(lines[0])[:500]}" if lines else type(error).__name__

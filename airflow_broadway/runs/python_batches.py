@@ -24,7 +24,7 @@ from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE, Action
 from airflow_broadway.core.errors import LeaseLapsed, StagingError
-from airflow_broadway.core.formats.commits import InDoubt, Overtaken
+from airflow_broadway.core.formats.commits import Overtaken
 from airflow_broadway.core.formats.deaths import TRIES, mark_begun, say_ended
 from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.core.formats.isolation import Step
@@ -37,6 +37,7 @@ from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import AckRef, ack_messages_or_raise, is_settled
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.sink import CommitInDoubt
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.encoding import load_key
 from airflow_broadway.core.stages.batch_order import chains
@@ -216,7 +217,7 @@ class PythonBatches:
                 outcome, result = sink.handle(planned)
             except OwnershipLost:
                 raise
-            except (LeaseLapsed, InDoubt) as error:
+            except (LeaseLapsed, CommitInDoubt) as error:
                 log.error("Batch %s: %s.", planned.batch_id, error)
                 return None
         self._reasons.add(result.failed)

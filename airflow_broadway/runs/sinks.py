@@ -18,7 +18,7 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.connections import Connections
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.sink import Commit, RulingClient, SinkEnv
+from airflow_broadway.core.model.sink import Commit, SinkClient, SinkEnv
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.core.stages.batch_processor import CommitRows
@@ -31,7 +31,7 @@ from airflow_broadway.staging.store import host_name
 log = logging.getLogger(__name__)
 
 
-def open_sink(pipeline: Pipeline, batcher: str, connections: Connections) -> RulingClient:
+def open_sink(pipeline: Pipeline, batcher: str, connections: Connections) -> SinkClient:
     """Opens the sink of a batcher in this process.
 
     :raises SinkError: If it cannot be reached or read.
@@ -40,7 +40,7 @@ def open_sink(pipeline: Pipeline, batcher: str, connections: Connections) -> Rul
     sink = pipeline.batchers[batcher].sink
     if sink is None:
         raise LookupError(f"the batcher {batcher!r} has no sink")
-    client: RulingClient = sink.open(SinkEnv(connections=connections))
+    client: SinkClient = sink.open(SinkEnv(connections=connections))
     return client
 
 
@@ -54,7 +54,7 @@ class Commits:
         self._pipeline = pipeline
         self._batcher = batcher
         self._connections = connections
-        self._client: RulingClient | None = None
+        self._client: SinkClient | None = None
 
     def commit(self, rows: Any, commit: Commit) -> None:
         """Commits rows; errors as in :func:`commit_rows`.

@@ -11,16 +11,15 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
+from airflow_broadway.core.masking import reason_of
 from airflow_broadway.core.model.options import Options, option, options
 from airflow_broadway.core.model.rules import CONN_ID, matching, one_of
-from airflow_broadway.core.model.sink import Commit, RulingClient, Sink, SinkEnv, SinkError
+from airflow_broadway.core.model.sink import Commit, Sink, SinkClient, SinkEnv, SinkError
 from airflow_broadway.sinks.fencing import (
     KEPT_DAYS,
     RULED_OUT,
     has_landed,
     import_client,
-    reason_of,
-    resolve,
 )
 
 #: The versions of a transaction identifier.
@@ -58,7 +57,7 @@ class DeltaTable(Options, Sink):
     def connection_ids(self) -> tuple[str, ...]:
         return () if self.conn_id is None else (self.conn_id,)
 
-    def open(self, env: SinkEnv) -> RulingClient:
+    def open(self, env: SinkEnv) -> SinkClient:
         storage: dict[str, str] = {}
         if self.conn_id is not None:
             extra = env.connections.get(self.conn_id).extra
@@ -98,7 +97,7 @@ def _user_metadata(attempts: Mapping[str, int]) -> str:
     return json.dumps({"broadway": attempts})
 
 
-class _Client(RulingClient):
+class _Client(SinkClient):
     """A table read and written by delta-rs."""
 
     def __init__(self, sink: DeltaTable, storage: Mapping[str, str]) -> None:
@@ -136,12 +135,13 @@ class _Client(RulingClient):
                 f"{self._uri} has other columns than the rows: {reason_of(error)}; nothing was"
                 " written"
             ) from None
-        except Exception as error:
-            if isinstance(error, self._deltalake.exceptions.CommitFailedError):
+        except self._deltalake.exceptions.CommitFailedError as error:
+            try:
                 recorded = self._recorded(self.load(), [commit.commit_id])
-                if has_landed(recorded.get(commit.commit_id), commit, self._uri):
-                    return
-            resolve(self, commit, self._uri, error)
+            except SinkError:
+                raise error from None
+            if not has_landed(recorded.get(commit.commit_id), commit, self._uri):
+                raise
 
     def landed(self, commit_ids: Collection[str]) -> Mapping[str, int]:
         recorded = self._recorded(self.load(), commit_ids)

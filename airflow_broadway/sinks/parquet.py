@@ -36,7 +36,6 @@ from airflow_broadway.core.model.rules import TEXT, Rule
 from airflow_broadway.core.model.sink import (
     Commit,
     CommitRefused,
-    RulingClient,
     Sink,
     SinkClient,
     SinkEnv,
@@ -81,7 +80,7 @@ class ParquetFolder(Options, Sink):
         path = self.path.rstrip("/")
         return path if "://" in path else f"file://{path}"
 
-    def open(self, env: SinkEnv) -> RulingClient:
+    def open(self, env: SinkEnv) -> SinkClient:
         """Opens it in a process with Python alone."""
         return _PythonClient(self, _open_storage(self.uri))
 
@@ -239,7 +238,7 @@ class _Objects:
         return f"{self.root}/{path}"
 
 
-class _Client(RulingClient):
+class _Client(SinkClient):
     """Commits, reads and rules out; how rows are written is the subclasses' concern."""
 
     def __init__(self, options: ParquetFolder, storage: _Storage) -> None:
@@ -258,10 +257,10 @@ class _Client(RulingClient):
             self._write(rows, staged, name)
             self.storage.sync(staged)
             files = self.storage.find(staged)
-            value = {"attempt": commit.attempt, "batch": commit.batch.batch_id, "files": files}
-            # Without an answer, a client may find what it wrote itself: so it is read.
-            self.storage.create(_marker(commit.commit_id), json.dumps(value).encode())
-            landed = self._landed(commit.commit_id)
+        value = {"attempt": commit.attempt, "batch": commit.batch.batch_id, "files": files}
+        # Without an answer, a client may find what it wrote itself: so it is read.
+        self.storage.create(_marker(commit.commit_id), json.dumps(value).encode())
+        landed = self._landed(commit.commit_id)
         if landed != commit.attempt:
             self.storage.remove(staged)
             raise CommitRefused(

@@ -13,17 +13,23 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from airflow_broadway.core.masking import reason_of
 from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.model.options import Options, option, options
 from airflow_broadway.core.model.rules import CONN_ID, matching
-from airflow_broadway.core.model.sink import Commit, RulingClient, Sink, SinkEnv, SinkError
+from airflow_broadway.core.model.sink import (
+    Commit,
+    CommitRefused,
+    Sink,
+    SinkClient,
+    SinkEnv,
+    SinkError,
+)
 from airflow_broadway.sinks.fencing import (
     KEPT_DAYS,
     RULED_OUT,
     has_landed,
     import_client,
-    reason_of,
-    resolve,
 )
 
 if TYPE_CHECKING:
@@ -62,13 +68,13 @@ class PostgresTable(Options, Sink):
     def connection_ids(self) -> tuple[str, ...]:
         return (self.conn_id,)
 
-    def open(self, env: SinkEnv) -> RulingClient:
+    def open(self, env: SinkEnv) -> SinkClient:
         client = _Client(self, env.connections.get(self.conn_id))
         client.prepare()
         return client
 
 
-class _Client(RulingClient):
+class _Client(SinkClient):
     """Connects anew for each call: hours may lie between two commits."""
 
     def __init__(self, sink: PostgresTable, connection: Connection) -> None:
@@ -121,13 +127,15 @@ class _Client(RulingClient):
         except self._psycopg.errors.UniqueViolation as error:
             if error.diag.table_name != self._sink.ledger.split(".")[1]:
                 raise self._error(error) from None
-            attempt = self.recorded([commit.commit_id]).get(commit.commit_id)
-            has_landed(attempt, commit, self.uri)
+            raise CommitRefused(
+                f"{self.uri} refuses commit {commit.commit_id}: it was ruled out, or another"
+                " attempt has landed; nothing was written"
+            ) from None
         except self._psycopg.Error as error:
             # Without a state the connection broke; 08 and 57P are the server's words for it.
             if error.sqlstate and not error.sqlstate.startswith(("08", "57P")):
                 raise self._error(error) from None
-            resolve(self, commit, self.uri, error)
+            raise
 
     @property
     def uri(self) -> str:

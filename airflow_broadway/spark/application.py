@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError
 from airflow_broadway.core.formats import paths
-from airflow_broadway.core.formats.commits import InDoubt
 from airflow_broadway.core.formats.deaths import WORK, mark_begun, say_ended, say_started
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.outcome import Outcome
@@ -33,6 +32,7 @@ from airflow_broadway.core.formats.store_clock import store_clock
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_info import RunInfo
+from airflow_broadway.core.model.sink import CommitInDoubt
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.batch_order import BatchOrder
@@ -309,7 +309,7 @@ class _Threads:
             outcome = run.runner.run(batch, lane=lane)
         except OwnershipLost:
             raise
-        except (LeaseLapsed, InDoubt, Unreadable) as error:
+        except (LeaseLapsed, CommitInDoubt, Unreadable) as error:
             # Only this batch's messages are lost or unreadable; other batches continue.
             with self._changed:
                 self._problems[str(error)] += 1

@@ -32,7 +32,7 @@ from airflow_broadway.core.errors import (
     PipelineError,
     StagingError,
 )
-from airflow_broadway.core.formats.commits import InDoubt, Overtaken, commit_rows
+from airflow_broadway.core.formats.commits import Overtaken, commit_rows
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership
@@ -41,7 +41,7 @@ from airflow_broadway.core.formats.record_batch import BatchRecorder, Exceptions
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.connections import Connections, EnvironmentConnections
 from airflow_broadway.core.model.message import Status
-from airflow_broadway.core.model.sink import SinkEnv
+from airflow_broadway.core.model.sink import CommitInDoubt, SinkEnv
 from airflow_broadway.core.stages.callbacks import end_span, log_failure, protected, status_of
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.spark.entries import Counts, Judge
@@ -148,7 +148,7 @@ class BatchRunner:
         :raises SparkLost: If Spark is lost.
         :raises Stopped: If the application is being stopped.
         :raises Unreadable: If its files are missing, or failed messages cannot be read.
-        :raises InDoubt: If it is unknown whether the commit of its rows has landed.
+        :raises CommitInDoubt: If it is unknown whether the commit of its rows has landed.
         """
         batch = self.recorder.begin(planned, plain_key(planned.batch_key))
         return _Batch(self, planned, batch, lane).run()
@@ -198,7 +198,7 @@ class _Batch:
                 self._commit(rows, exceptions, counts)
             except Overtaken as overtaken:
                 return self._batch.record_landed(overtaken.attempt)
-            except (LeaseLapsed, InDoubt, StagingError):
+            except (LeaseLapsed, CommitInDoubt, StagingError):
                 raise
             except protected() as error:
                 exceptions, counts, whole = self._write_exceptions(self._failed_whole(error))

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import pytest
 
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
-from airflow_broadway.core.model.sink import Commit, CommitRefused, RulingClient, Sink, SinkEnv
+from airflow_broadway.core.model.sink import Commit, CommitRefused, Sink, SinkClient, SinkEnv
 
 
 def commit_of(commit_id: str, attempt: int = 1) -> Commit:
@@ -53,7 +53,7 @@ class SinkSubject:
     read: Callable[[], Sequence[str]]
     env: SinkEnv = field(default_factory=SinkEnv)
 
-    def open(self) -> RulingClient:
+    def open(self) -> SinkClient:
         """Opens the sink as another process would."""
         return self.sink.open(self.env)
 
@@ -149,7 +149,7 @@ class SinkContract(ABC):
         assert Counter(subject.read()) == {f"m{number}": 1 for number in range(self.races)}
 
 
-def _refuses(client: RulingClient, rows: Any, commit: Commit) -> bool:
+def _refuses(client: SinkClient, rows: Any, commit: Commit) -> bool:
     try:
         client.commit(rows, commit)
     except CommitRefused:

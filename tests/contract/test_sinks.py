@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.core.formats.commits import commit_rows
 from airflow_broadway.core.model.sink import CommitInDoubt, CommitRefused, SinkEnv, SinkError
 from airflow_broadway.sinks import DeltaTable
 from airflow_broadway.testing.sinks import SinkContract, SinkSubject, commit_of, rows_of
@@ -145,7 +146,7 @@ def test_a_commit_that_lands_despite_an_error_is_a_success(
 ) -> None:
     with closing(subject.open()) as client:
         _break_commit(client, monkeypatch, "after")
-        client.commit(rows_of("a"), commit_of("b1.0"))
+        commit_rows(client, rows_of("a"), commit_of("b1.0"))
         assert client.landed(["b1.0"]) == {"b1.0": 1}
     assert list(subject.read()) == ["a"]
 
@@ -155,8 +156,8 @@ def test_a_commit_that_failed_can_never_land(
 ) -> None:
     with closing(subject.open()) as client:
         _break_commit(client, monkeypatch, "before")
-        with pytest.raises(SinkError, match="Nothing was written, and the commit is ruled out"):
-            client.commit(rows_of("a"), commit_of("b1.0"))
+        with pytest.raises(SinkError, match="nothing was written, and it is ruled out"):
+            commit_rows(client, rows_of("a"), commit_of("b1.0"))
         with pytest.raises(CommitRefused):
             client.commit(rows_of("a"), commit_of("b1.0"))
     assert list(subject.read()) == []
@@ -168,12 +169,12 @@ def test_a_commit_is_in_doubt_while_the_table_cannot_be_reached(
     def unreachable(_: Any) -> Any:
         raise SinkError("it is away")
 
-    monkeypatch.setattr("airflow_broadway.sinks.fencing._PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("airflow_broadway.core.formats.commits._PAUSES", (0.0, 0.0))
     with closing(subject.open()) as client:
         _break_commit(client, monkeypatch, "after")
         monkeypatch.setattr(client, "rule_out", unreachable)
         with pytest.raises(CommitInDoubt, match="may have landed"):
-            client.commit(rows_of("a"), commit_of("b1.0"))
+            commit_rows(client, rows_of("a"), commit_of("b1.0"))
         monkeypatch.undo()
         assert client.rule_out(["b1.0"]) == {"b1.0": 1}
 
@@ -191,7 +192,7 @@ def _others() -> dict[str, Any]:
 def test_rows_that_do_not_fit_are_one_error(subject: SinkSubject, name: str) -> None:
     with closing(subject.open()) as client:
         with pytest.raises(SinkError, match="othing was written") as caught:
-            client.commit(_others()[name], commit_of("b1.0"))
+            commit_rows(client, _others()[name], commit_of("b1.0"))
         assert "\n" not in str(caught.value)
         client.commit(rows_of("a"), commit_of("b1.1"))
     assert list(subject.read()) == ["a"]

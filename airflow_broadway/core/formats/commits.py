@@ -10,25 +10,33 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
-from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
+from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
-from airflow_broadway.core.model.sink import Commit, CommitRefused, SinkClient
+from airflow_broadway.core.masking import reason_of
+from airflow_broadway.core.model.sink import (
+    Commit,
+    CommitInDoubt,
+    CommitRefused,
+    SinkClient,
+    SinkError,
+)
 
 log = logging.getLogger(__name__)
 
 
-class InDoubt(BroadwayError):
-    """It is unknown whether a batch's commit has landed: the batch has no outcome yet."""
+#: Seconds before each try to rule out a commit after an error.
+_PAUSES: Final = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
-class Overtaken(InDoubt):
+class Overtaken(CommitInDoubt):
     """The commit of another attempt has landed.
 
     :param attempt: Its number.
@@ -59,34 +67,52 @@ def commit_ids(plan: BatchPlan, batches: Iterable[PlannedBatch]) -> dict[str, Pl
 def commit_rows(client: SinkClient, rows: Any, commit: Commit) -> None:
     """Commits the rows of a batch.
 
+    An error after which the commit may have landed is resolved by ruling the commit out: a read
+    would prove nothing about a request that is still on its way.
+
     :raises LeaseLapsed: If the commit was ruled out: its messages were released.
     :raises Overtaken: If another attempt's commit has landed.
-    :raises InDoubt: If an error occurred, and the sink does not report whether the commit landed.
-    :raises Exception: Any other error of the sink; nothing has landed.
+    :raises CommitInDoubt: If the sink cannot be reached to rule the commit out.
+    :raises SinkError: If nothing has landed, and nothing can.
     """
     try:
         client.commit(rows, commit)
-    except Exception as error:
-        attempt = _landed(client, commit, error)
-        if attempt == commit.attempt:
-            log.warning("The commit %s has landed in spite of: %s", commit.commit_id, error)
-            return
-        if attempt is not None:
-            raise Overtaken(attempt) from error
-        if isinstance(error, CommitRefused):
+    except CommitRefused as error:
+        if _attempt(client.landed, commit, error) is None:
             raise LeaseLapsed(f"the commit {commit.commit_id} was ruled out; {CURE}") from error
+    except SinkError:
         raise
-
-
-def _landed(client: SinkClient, commit: Commit, cause: Exception) -> int | None:
-    try:
-        return client.landed([commit.commit_id]).get(commit.commit_id)
     except Exception as error:
-        raise InDoubt(
-            f"it is unknown whether the commit {commit.commit_id} has landed, after"
-            f" {type(cause).__name__}: {cause}; a retry asks the sink again,"
-            f" which answered: {error}"
-        ) from cause
+        if _attempt(client.rule_out, commit, error) is None:
+            raise SinkError(
+                f"the commit {commit.commit_id} failed: {reason_of(error)}; nothing was written,"
+                " and it is ruled out"
+            ) from error
+        log.warning("The commit %s has landed in spite of %s", commit.commit_id, reason_of(error))
+
+
+def _attempt(
+    ask: Callable[[list[str]], Mapping[str, int]], commit: Commit, cause: Exception
+) -> int | None:
+    """Returns the number of this attempt if its commit has landed, and ``None`` if none has.
+
+    :raises Overtaken: If another attempt's commit has landed.
+    """
+    for pause in _PAUSES:
+        time.sleep(pause)
+        try:
+            attempt = ask([commit.commit_id]).get(commit.commit_id)
+        except Exception as error:
+            answer = error
+            continue
+        if attempt not in (None, commit.attempt):
+            raise Overtaken(attempt) from cause
+        return attempt
+    raise CommitInDoubt(
+        f"the commit {commit.commit_id} may have landed, after {reason_of(cause)}; its"
+        f" sink cannot be asked ({reason_of(answer)}).  A retry of the task asks"
+        " it again, and so does the run's settlement before it settles the messages"
+    ) from cause
 
 
 def record_landed(

@@ -42,7 +42,7 @@ class CommitRefused(SinkError):
 
 
 class CommitInDoubt(SinkError):
-    """The commit may have landed or may still land: no outcome may be recorded for its batch."""
+    """A commit may have landed or may still land: its batch has no outcome yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,20 +77,29 @@ class SinkClient(ABC):
     def commit(self, rows: Any, commit: Commit) -> None:
         """Commits the rows and the commit id in one transaction.
 
-        Returns only once :meth:`landed` would report this attempt.  An error after which the commit
-        may have landed is resolved here, by ruling it out: a read proves nothing about a request
-        that is still on its way.
+        Returns only once :meth:`landed` would report this attempt.
 
         :param rows: A Spark DataFrame for :meth:`Sink.open_spark`, a ``pyarrow.Table`` for
             :meth:`Sink.open`.
         :raises CommitRefused: If the id was ruled out, or another attempt landed.
-        :raises CommitInDoubt: If the table could not be reached to rule it out.
-        :raises SinkError: If nothing landed and nothing of this attempt can.
+        :raises SinkError: If nothing of this attempt has landed, and nothing can.
+        :raises Exception: Any other: the commit may have landed, or may still land.  The caller
+            rules it out.
         """
 
     @abstractmethod
     def landed(self, commit_ids: Collection[str]) -> Mapping[str, int]:
         """Returns the attempt of each commit that has landed, by commit id."""
+
+    @abstractmethod
+    def rule_out(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        """Makes sure that none of these commits can land any more.
+
+        Writes a tombstone for each that has not landed; idempotent.
+
+        :returns: The attempt of each that has landed, as :meth:`landed`; the others never land.
+        :raises SinkError: If the table cannot be written; then call it again.
+        """
 
     def close(self) -> None:  # noqa: B027 - most clients have nothing to close
         """Releases connections."""
@@ -115,7 +124,7 @@ class Sink(ABC):
         return ()
 
     @abstractmethod
-    def open(self, env: SinkEnv) -> RulingClient:
+    def open(self, env: SinkEnv) -> SinkClient:
         """Opens it in a process with Python alone.
 
         :raises SinkError: If it cannot be reached or read.
@@ -128,17 +137,3 @@ class Sink(ABC):
         :raises SinkError: If it cannot be reached or read.
         """
         raise NotImplementedError(f"{type(self).__name__} supports no Spark batchers")
-
-
-class RulingClient(SinkClient):
-    """A client that can also fence: used by the settlement, without Spark."""
-
-    @abstractmethod
-    def rule_out(self, commit_ids: Collection[str]) -> Mapping[str, int]:
-        """Makes sure that none of these commits can land any more.
-
-        Writes a tombstone for each that has not landed; idempotent.
-
-        :returns: The attempt of each that has landed, as :meth:`landed`; the others never land.
-        :raises SinkError: If the table cannot be written; then call it again.
-        """

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import LeaseLapsed, PipelineError, StagingError
-from airflow_broadway.core.formats.commits import InDoubt
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import Scope, ack_messages
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message, Status
-from airflow_broadway.core.model.sink import Rows
+from airflow_broadway.core.model.sink import CommitInDoubt, Rows
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import (
     Returned,
@@ -188,14 +187,14 @@ class BatchProcessorStage:
         """Settles the failed messages, commits the rows, then settles the others.
 
         :raises LeaseLapsed: If the run no longer holds the messages.
-        :raises InDoubt: If it is unknown whether the commit landed.
+        :raises CommitInDoubt: If it is unknown whether the commit landed.
         :raises StagingError: If the verdicts on failed messages cannot be stored.
         """
         if failed:
             self._ack([], failed)
         try:
             self._commit(rows, info, successful, failed)
-        except (LeaseLapsed, InDoubt, StagingError):
+        except (LeaseLapsed, CommitInDoubt, StagingError):
             raise
         except protected() as error:
             log_failure("commit", self.pipeline, error, successful)

@@ -17,7 +17,7 @@ from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.local.run import run_local
 from airflow_broadway.core.model.connections import NoConnections
-from airflow_broadway.core.model.sink import RulingClient, SinkEnv, SinkError
+from airflow_broadway.core.model.sink import SinkClient, SinkEnv, SinkError
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.sinks import Commits
 from airflow_broadway.runs.tasks import BatchTask
@@ -198,7 +198,7 @@ def test_a_generation_stays_unsettled_while_its_sink_cannot_be_reached(
     pulled = run.process()
     dies(lambda: batch(run, pulled), Point(COMMIT, "after", 1))
 
-    def away(self: ParquetFolder, env: SinkEnv) -> RulingClient:
+    def away(self: ParquetFolder, env: SinkEnv) -> SinkClient:
         raise SinkError("file:///lake: it is not there")
 
     with monkeypatch.context() as patch:
