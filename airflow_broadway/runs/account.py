@@ -218,8 +218,7 @@ def totals_of(
     totals = {name: counts[name] for name in ("received", *CLASSES, "accounted")}
     failed = counts["failed"] + sum(batcher["failed"] for batcher in batchers.values())
     totals["failed"] = failures_of(failed, totals)
-    if counts["halted"]:
-        totals["halted"] = counts["halted"]
+    totals |= {name: counts[name] for name in ("halted", "already_applied") if counts[name]}
     return totals
 
 
@@ -241,6 +240,7 @@ def account_of(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
         "failed": manifest.failed if manifest and report.total > report.released else 0,
         **report.classes(still_leased=still_leased),
         **({"halted": report.halted} if report.halted else {}),
+        **({"already_applied": manifest.already_applied} if manifest else {}),
         "accounted": accounted,
         "balanced": accounted == received and not still_leased,
         "stopped": manifest.stopped if manifest else "",

@@ -42,6 +42,7 @@ from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of,
 from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.text import many
+from airflow_broadway.runs.applied import AppliedMessages
 from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, open_generation
 from airflow_broadway.runs.settle import settle
@@ -250,10 +251,13 @@ class Process:
     def _open_receiving(self, stager: ChunkStager, archive: ArchiveWriter | NoArchive) -> Receiving:
         producer = self.pipeline.producer
         acknowledger = RunAcknowledger(producer, stager)
+        index = AppliedMessages(self.staged, self.pipeline, self.ports, self.env.generation)
 
         def accept(messages: Sequence[Message]) -> list[Message]:
             archive.add(messages)
-            return acknowledger.attach(messages, self.env.generation)
+            applied, others = index.split(messages)
+            stager.acknowledge(applied)
+            return acknowledger.attach(others, self.env.generation)
 
         return Receiving(
             self._source,
@@ -293,6 +297,7 @@ class Process:
             received=receiving.received,
             received_bytes=receiving.received_bytes,
             failed=stager.failed,
+            already_applied=stager.already_applied,
             settled_now=stager.settled_now.to_json(),
             **asdict(written),
             archived=archive.close().to_json(),
@@ -390,6 +395,8 @@ class ChunkStager:
         self.reasons = Reasons()
         #: The report of immediate settlements.
         self.settled_now = SettleReport()
+        #: The number of acknowledged messages whose rows a sink has already.
+        self.already_applied = 0
 
     @property
     def staged(self) -> Mapping[str, int]:
@@ -419,6 +426,11 @@ class ChunkStager:
         if self._pipeline.defines("handle_failed"):  # otherwise no code needed the traces
             for message in failed:
                 forget_trace(message.status.reason)
+
+    def acknowledge(self, applied: Sequence[Message]) -> None:
+        """Acknowledges messages whose rows a sink has already."""
+        self._writer.entries(entry_of(message, ACK) for message in applied)
+        self.already_applied += len(applied)
 
     def release(self, messages: Iterable[Message]) -> None:
         """Releases messages without an outcome, unless a callback settled them immediately."""

@@ -19,8 +19,9 @@ from airflow_broadway.core.formats.layout import read_json
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.runs.sinks import resolve
+from airflow_broadway.runs.sinks import resolve, sink_batchers
 from airflow_broadway.runs.sources.pipelines import pipeline_of
+from airflow_broadway.staging.applied import note_applied
 from airflow_broadway.staging.archive.publication import publish
 from airflow_broadway.staging.crash_records import record_crash
 from airflow_broadway.staging.isolation import in_hand_at_interruptions
@@ -28,6 +29,7 @@ from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import OPENED, SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settling.journal import Progress
 from airflow_broadway.staging.settling.settlement import (
+    applied_messages,
     begin_settlement,
     build_settlement,
     settle_generation,
@@ -110,9 +112,34 @@ def settle(
             raise
         log.error("All of generation %s is released: %s", record.generation, error)
         settlement, progress = Settlement(rest=RELEASE, damaged=True), Progress()
+        plans = []
     if settlement.expected is None and not settlement.damaged and not own:
         _record_crash(run, record)
-    return _carry_out(run, record, custodian, settlement, progress)
+    index = _indexer(run, record, served, plans, sinks, recorded)
+    return _carry_out(run, record, custodian, settlement, progress, index)
+
+
+def _indexer(
+    run: StagedRun,
+    record: GenerationRecord,
+    pipeline: Pipeline,
+    plans: list[BatchPlan],
+    sinks: Collection[str],
+    recorded: Recorded,
+) -> Callable[[SettleReport], None]:
+    """Returns a step of the settlement: it adds messages to the applied index."""
+
+    def index(report: SettleReport) -> None:
+        if not sinks or report.again is None:
+            return
+        generation = record.generation
+        messages = applied_messages(
+            run, generation, pipeline, plans, sinks, report.again, recorded=recorded
+        )
+        if messages:
+            note_applied(run.store, run.pipeline, generation, messages, run.clock.now())
+
+    return index
 
 
 def _record_crash(run: StagedRun, record: GenerationRecord) -> None:
@@ -153,12 +180,14 @@ def settle_if_complete(
         return settle(run, record, pipeline, custodian, connections=connections, recorded=recorded)
     recorded = recorded or Recorded(run)
     plans = recorded.deciding(pipeline.batchers, record.generation)
+    served = pipeline_of(pipeline, record)
     settlement, complete, progress = build_settlement(
-        run, record.generation, pipeline_of(pipeline, record), plans, final=False, recorded=recorded
+        run, record.generation, served, plans, final=False, recorded=recorded
     )
     if not complete:
         return None
-    return _carry_out(run, record, custodian, settlement, progress)
+    index = _indexer(run, record, served, plans, sink_batchers(pipeline), recorded)
+    return _carry_out(run, record, custodian, settlement, progress, index)
 
 
 def _record_interruption(
@@ -187,6 +216,7 @@ def _carry_out(
     custodian: Callable[[], Custodian],
     settlement: Settlement,
     progress: Progress,
+    index: Callable[[SettleReport], None],
 ) -> Settled:
     def archive(report: SettleReport) -> None:
         try:
@@ -200,7 +230,11 @@ def _carry_out(
         if manifest is not None and manifest.archived:
             publish(run, record, manifest, report)
 
+    def between(report: SettleReport) -> None:
+        index(report)
+        archive(report)
+
     report = settle_generation(
-        run, record, custodian(), settlement, progress=progress, between=archive
+        run, record, custodian(), settlement, progress=progress, between=between
     )
     return Settled(report, progress.settled_now)

@@ -131,6 +131,9 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
             where.insert(0, f"{_n(before)} before any batch")
         breakdown = f": {', '.join(where)}" if batchers else ""
         lines.append(f"{_n(totals['failed'])} failed{breakdown}.")
+    if totals.get("already_applied"):
+        applied = many(totals["already_applied"], "redelivered message")
+        lines.append(f"{applied} acked without being handled: a sink had the rows.")
     reasons = report.get("reasons", [])
     width = max((len(_n(row["count"])) for row in reasons), default=0)
     lines += [

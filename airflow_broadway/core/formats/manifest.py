@@ -48,6 +48,7 @@ class Manifest(Staged, SealedFile):
     :param received: Messages received.
     :param received_bytes: The total bytes of their payloads.
     :param failed: How many of them failed before any batch.
+    :param already_applied: How many of them were acknowledged at once, since a sink has their rows.
     :param settled_now: A :class:`SettleReport` of the messages that callbacks settled immediately,
         as JSON.
     :param stopped: Why receiving ended: ``"empty"``, ``"max_messages"``, ``"max_bytes"``,
@@ -70,6 +71,7 @@ class Manifest(Staged, SealedFile):
     ended_at: str
     seconds: dict[str, float] = field(default_factory=dict)
     archived: dict[str, Any] = field(default_factory=dict)
+    already_applied: int = 0
     version: int = VERSION
     release: str = __version__
 

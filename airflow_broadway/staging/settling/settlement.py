@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from airflow_broadway.core.custody.protocol import Custodian, Settlement
-from airflow_broadway.core.custody.report import SettleReport
-from airflow_broadway.core.custody.verdicts import ACK, RELEASE
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
+from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.pipeline import Pipeline
@@ -85,6 +85,33 @@ def build_settlement(
         settled_now=progress.settled_now,
     )
     return settlement, complete, progress
+
+
+def applied_messages(
+    run: StagedRun,
+    generation: str,
+    pipeline: Pipeline,
+    plans: Sequence[BatchPlan],
+    sinks: Collection[str],
+    again: ComingAgain,
+    *,
+    recorded: Recorded,
+) -> set[str]:
+    """Returns the ids of messages that are redelivered although a sink has their rows.
+
+    :param plans: As for :func:`build_settlement`.
+    :param sinks: The batchers with a sink.
+    :param again: The messages to be redelivered.
+    """
+    manifest = run.manifest(generation)
+    if manifest is None or not (again.ids or again.all_but):
+        return set()
+    state = HeldMessages(recorded, manifest, pipeline.producer, list(plans))
+    return {
+        entry.message_id
+        for entry in state.entries_of_batches(sinks)
+        if entry.verdict.action is Action.ACK and again.has(entry.message_id)
+    }
 
 
 def begin_settlement(
