@@ -82,6 +82,21 @@ def test_messages_of_a_lapsed_lease_are_not_handled_again(run: Run) -> None:
     assert balanced(run.ack())["lapsed"] == 25
 
 
+def test_only_messages_that_come_again_are_in_the_index(run: Run) -> None:
+    # Given a dead run, one batch of which is committed, and whose lease has not lapsed
+    pulled = run.process()
+    dies(lambda: batch(run, pulled), Point("airflow_broadway.runs.sinks:Commits.commit", "after"))
+
+    # When another run settles it, and handles what was released
+    later = after(run, finished=["manual__1"])
+    batch(later, later.process())
+    totals = balanced(later.ack())
+
+    assert numbers(run) == GOOD
+    assert index(run) == []
+    assert "already_applied" not in totals
+
+
 def test_a_paused_batcher_commits_nothing_once_its_messages_came_again(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
