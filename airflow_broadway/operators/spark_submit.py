@@ -28,7 +28,7 @@ from airflow_broadway.core.formats.files import AUTO, CLIENTS
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.ownership import CURE
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.core.model.connections import Connection, to_variable
+from airflow_broadway.core.model.connections import to_variable
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.text import many, without_outcome
 

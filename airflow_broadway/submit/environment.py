@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
-from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.spark.session import NO_CONNECT
 
 #: The oldest version of Java that Spark supports.
