@@ -6,20 +6,21 @@ import multiprocessing
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from airflow_broadway.testing.crashes.account import Account, Violation
 from airflow_broadway.testing.crashes.campaign import Campaign, Sums, UnsoundPipeline
 from airflow_broadway.testing.crashes.case import Case, Result
 from airflow_broadway.testing.crashes.points import Fault, Strike
+from airflow_broadway.testing.crashes.sink import rows_of
 from airflow_broadway.testing.crashes.spark import uses_spark, warm_spark
 from airflow_broadway.testing.crashes.subject import Subject
 from tests.crashes.checks import check_archive, check_order
-from tests.crashes.pipelines import PIPELINES, Struck
+from tests.crashes.pipelines import PIPELINES, Commits, Struck
 from tests.crashes.subjects import SUBJECTS, MakeSubject
 
 MESSAGES = [b"%d" % number for number in range(12)]
@@ -204,4 +205,24 @@ def _made(make: MakeSubject, pipeline: type[Struck], folder: Path) -> Subject:
     subject = make(pipeline, folder)
     subject.hold_failed, subject.unstaged = pipeline.hold_failed, pipeline.unstaged
     subject.checks = check_archive, check_order
+    if pipeline is Commits:
+        _give_sink(subject)
     return subject
+
+
+def _give_sink(subject: Subject) -> None:
+    """Gives a subject the folder that its batches are committed to, and counts the rows there."""
+    lake, overrides = subject.work / "lake", subject.overrides
+    options = {"batchers": {"default": {"sink": {"path": str(lake)}}}}
+
+    def read(_: Path) -> list[dict[str, Any]]:
+        import pyarrow.dataset as ds
+
+        table = ds.dataset(lake).to_table(use_threads=False) if lake.exists() else None
+        return table.to_pylist() if table else []
+
+    def rows(ids: Sequence[str]) -> Counter[str]:
+        return rows_of(read, subject.work, subject.folder / "log.txt", ids)
+
+    subject.overrides = lambda: {**overrides(), **options}  # type: ignore[method-assign]
+    subject.rows = rows  # type: ignore[method-assign]

@@ -21,8 +21,10 @@ from airflow_broadway import (
     Message,
     Processors,
     RetryPolicy,
+    Rows,
 )
 from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.sinks import ParquetFolder
 from airflow_broadway.spark import failed
 from airflow_broadway.testing.crashes.campaign import Family
 
@@ -153,6 +155,20 @@ class OneTask(Batches):
     unstaged = True
 
 
+class Commits(Batches):
+    """Commits the numbers of each batch to a folder of Parquet files: each exactly once."""
+
+    batchers = {
+        "default": Batcher(
+            engine="python", batch_size=4, batch_timeout=None, sink=ParquetFolder(path="/given")
+        )
+    }
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        failed = [message.failed("five") for message in messages if message.data % 5 == 2]
+        return Rows([{"number": m.data} for m in messages if m.data % 5 != 2], failed=failed)
+
+
 class Refills(Batches):
     """Writes each batch into a file; before a past interval is handled again the files are removed.
 
@@ -182,6 +198,7 @@ PIPELINES: dict[str, type[Struck]] = {
     "holds failed": HoldsFailed,
     "archives": Archives,
     "one task": OneTask,
+    "commits": Commits,
     "refills": Refills,
     "on spark": OnSpark,
     "mixed": Mixed,

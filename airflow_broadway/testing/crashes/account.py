@@ -16,10 +16,10 @@ from airflow_broadway.testing.crashes.sink import ForkError
 from airflow_broadway.testing.crashes.subject import Subject
 
 #: Permanent files: the root's file, the last run's folder and marker, the last depth report, crash
-#: records and the archive.
+#: records, the archive and the applied index.
 _PERMANENT = re.compile(
     r"^\.broadway-root\.json$|^[^/]+/[^/]+/(?:last/|_balanced/[^/]+-last\.json$|_backlog\.json$)"
-    r"|^[^/]+/_(?:archive|crashes)/"
+    r"|^[^/]+/_(?:applied|archive|crashes)/"
 )
 
 #: The outcomes of a message; dropped: it failed, and the producer does not keep failed messages.

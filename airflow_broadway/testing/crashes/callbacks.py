@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.core.model.sink import Rows
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.spark.results import Outcomes, is_frame, read
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
@@ -99,7 +100,11 @@ class Callbacks:
             messages: Sequence[Message] = _messages_of(argument) if frame else argument
             self._record(stage, batch_id, messages, None)
             result = do()
-            fine = _fine_rows(messages, result) if frame else _fine(result)
+            if stage == "handle_batch" and self._pipeline.batchers[target].sink is not None:
+                failed = result.failed if isinstance(result, Rows) else ()
+                fine = _fine_rows(messages, failed or None) if frame else _others(messages, failed)
+            else:
+                fine = _fine_rows(messages, result) if frame else _fine(result)
             self._record(stage, batch_id, messages, [self._id_of(m) for m in fine])
             return result
 
@@ -125,6 +130,12 @@ def _fine(result: Any) -> list[Message]:
     """Returns the successful messages of a Python callback's result."""
     messages = result if isinstance(result, list) else [result]
     return [m for m in messages if isinstance(m, Message) and m.status.kind == "ok"]
+
+
+def _others(messages: Sequence[Message], failed: Sequence[Message]) -> list[Message]:
+    """Returns the messages of a batch that did not fail."""
+    ids = {message.message_id for message in failed}
+    return [message for message in messages if message.message_id not in ids]
 
 
 def _messages_of(frame: Any) -> list[Message]:
