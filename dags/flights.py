@@ -28,7 +28,8 @@ with DAG(
     tags=["airflow-broadway", "demo"],
     doc_md=__doc__,
 ) as dag:
-    Flights(context={"output": "{{ params.output }}"}).task_group(
+    table = {"sink": {"path": "{{ params.output }}/flights"}}
+    Flights(batchers={"delayed": table, "on_time": table}).task_group(
         # A laptop's Spark: no web server, and a JVM that starts fast rather than runs long.
         spark={
             "conf": {

@@ -26,7 +26,8 @@ with DAG(
     tags=["airflow-broadway", "demo", "rabbitmq"],
     doc_md=__doc__,
 ) as dag:
-    RabbitMQFlights(context={"output": "{{ params.output }}"}).task_group(
+    table = {"sink": {"path": "{{ params.output }}/flights"}}
+    RabbitMQFlights(batchers={"delayed": table, "on_time": table}).task_group(
         spark={
             # The pipeline's own module goes to Spark by itself; the one it builds on is named.
             "py_files": str(HERE / "flights_pipeline.py"),

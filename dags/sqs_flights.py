@@ -26,7 +26,8 @@ with DAG(
     tags=["airflow-broadway", "demo", "sqs"],
     doc_md=__doc__,
 ) as dag:
-    SqsFlights(context={"output": "{{ params.output }}"}).task_group(
+    table = {"sink": {"path": "{{ params.output }}/flights"}}
+    SqsFlights(batchers={"delayed": table, "on_time": table}).task_group(
         spark={
             # The pipeline's own module goes to Spark by itself; the one it builds on is named.
             "py_files": str(HERE / "flights_pipeline.py"),

@@ -226,18 +226,22 @@ def _output(output: Path) -> dict[str, Any]:
 
 def results(output: Path) -> list[dict[str, Any]]:
     """Per airport: flights, the delayed share of them, the hour with the longest mean delay."""
-    dataset = _dataset(output / "hours")
+    dataset = _dataset(output / "flights")
     if dataset is None:
         return []
+    table = dataset.to_table(columns=["batcher", "origin", "hour", "dep_delay"])
+    grouped = table.group_by(["batcher", "origin", "hour"]).aggregate(
+        [([], "count_all"), ("dep_delay", "sum")]
+    )
     flights, delayed = Counter[str](), Counter[str]()
     hours: dict[str, dict[int, list[int]]] = {}
-    for row in dataset.to_table().to_pylist():
+    for row in grouped.to_pylist():
         airport = row["origin"]
-        flights[airport] += row["flights"]
-        delayed[airport] += row["flights"] if row["batcher"] == "delayed" else 0
+        flights[airport] += row["count_all"]
+        delayed[airport] += row["count_all"] if row["batcher"] == "delayed" else 0
         hour = hours.setdefault(airport, {}).setdefault(row["hour"], [0, 0])
-        hour[0] += row["flights"]
-        hour[1] += row["minutes"]
+        hour[0] += row["count_all"]
+        hour[1] += row["dep_delay_sum"]
     rows = []
     for airport in sorted(flights):
         worst = max(hours[airport], key=lambda hour: _mean(hours[airport][hour]))
@@ -321,8 +325,7 @@ def show(report: Mapping[str, Any], path: Path, console: Console) -> None:
         console.print(table)
     output = shown(Path(report["output"]["path"]))
     console.print(
-        f"\n{report['output']['rows']:,} rows in {output}/flights, hourly statistics in"
-        f" {output}/hours, this report in {shown(path)}."
+        f"\n{report['output']['rows']:,} rows in {output}/flights, this report in {shown(path)}."
         f"  {report['seconds']['total']:.0f} s in all.",
         markup=False,
     )

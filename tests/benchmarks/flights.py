@@ -42,11 +42,12 @@ def bench_stages(sizes: dict[str, int]) -> Figures:
             begun = time.perf_counter()
             load(queue, flights(size))
             figures.append(rate(f"flights.{label}.load", size, time.perf_counter() - begun))
+            table = {"sink": {"path": str(folder / "output")}}
             ref = {
                 "class": "flights_pipeline:Flights",
                 "options": {
                     "producer": {"path": queue.path, "conn_id": None},
-                    "context": {"output": str(folder / "output")},
+                    "batchers": dict.fromkeys(("delayed", "on_time"), table),
                 },
             }
             process = run_stage("process", folder=str(folder), ref=ref)

@@ -152,13 +152,20 @@ class TestFlights:
 
         assert minutes.to_pylist() == rows["dep_delay"].to_pylist()
 
-    def test_the_hours_add_up_to_the_flights(self, demo):
-        folder = demo.folder / "output" / "hours"
-        hours = ds.dataset(folder, format="parquet", partitioning="hive").to_table()
-        rows = demo.rows("dep_delay")
+    def test_the_report_queries_the_table(self, demo):
+        rows = demo.rows("origin", "batcher", "hour", "dep_delay").to_pylist()
 
-        assert pc.sum(hours["flights"]).as_py() == demo.of.rows
-        assert pc.sum(hours["minutes"]).as_py() == pc.sum(rows["dep_delay"]).as_py()
+        assert sum(told["flights"] for told in demo.report["results"]) == demo.of.rows
+        for told in demo.report["results"]:
+            own = [row for row in rows if row["origin"] == told["airport"]]
+            assert told["delayed"] == demo.of.delayed[told["airport"]]
+            late = [row["dep_delay"] for row in own if row["hour"] == told["worst_hour"]]
+            assert told["worst_hour_mean_delay"] == round(sum(late) / len(late), 1)
+
+    def test_each_batch_has_committed_once(self, demo):
+        commits = list((demo.folder / "output" / "flights" / "_commits").iterdir())
+
+        assert len(commits) == sum(told["batches"] for told in demo.report["batchers"].values())
 
     def test_flights_that_never_departed_are_dead_letters_and_only_they(self, demo):
         letters = demo.queue.dead_letters(limit=None)

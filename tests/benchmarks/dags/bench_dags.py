@@ -18,7 +18,8 @@ def nothing() -> None:
 
 
 with DAG("bench_flights", schedule=None, params=Flights.params()) as dag:
-    Flights(context={"output": os.environ.get("BENCH_OUTPUT", "build/bench")}).task_group(
+    table = {"sink": {"path": os.environ.get("BENCH_OUTPUT", "/tmp/bench")}}
+    Flights(batchers={"delayed": table, "on_time": table}).task_group(
         spark={"conf": SPARK}, ack={"mode": "poke", "poke_interval": 1.0}
     )
 
