@@ -17,9 +17,9 @@ REACHED = {
     "sensors/": 330,
     "sinks/": 650,
     "spark/": 1_680,
-    "staging/": 4_370,
+    "staging/": 4_375,
     "submit/": 445,
-    "testing/": 3_740,
+    "testing/": 3_745,
     "triggers/": 170,
     "*.py": 560,
     "producers/engine/": 1_760,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 42_760,
-    "tests and scripts": 63_730,
+    "package": 42_765,
+    "tests and scripts": 63_835,
 }
 
 MODULE = '''"""A module.

@@ -196,6 +196,15 @@ def test_a_fresh_message_is_handled_whatever_its_id(run: Run) -> None:
     assert numbers(run) == GOOD
 
 
+def test_a_run_without_redelivered_messages_reads_no_index(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note_applied(run.staged.store, "Sums", "g", ["a"], SystemClock().now())
+    monkeypatch.setattr(AppliedIndex, "read_new", lambda *_: pytest.fail("it was read"))
+
+    assert run.process()["received"] == 25
+
+
 def test_a_pipeline_without_sinks_reads_no_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
