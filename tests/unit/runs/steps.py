@@ -314,7 +314,7 @@ def dies(step: Callable[[], object], point: Point) -> None:
     if not child:
         code = 1
         try:
-            with _deadly(point):
+            with deadly(point):
                 step()
         except BaseException:
             traceback.print_exc()
@@ -326,24 +326,26 @@ def dies(step: Callable[[], object], point: Point) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
-def _deadly(point: Point) -> Any:
+def deadly(point: Point, by: int = signal.SIGKILL) -> Any:
+    """Patches a function so that this process sends itself a signal at a point."""
     owner_path, _, name = point.function.rpartition(".")
     owner = resolve_name(owner_path)
     function = getattr(owner, name)
     count = 0
 
-    def deadly(*args: Any, **kwargs: Any) -> Any:
+    def struck(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         counts = point.when(*args, **kwargs)
         count += counts
-        if counts and count == point.nth and point.moment == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
+        at_point = counts and count == point.nth
+        if at_point and point.moment == "before":
+            os.kill(os.getpid(), by)
         result = function(*args, **kwargs)
-        if counts and count == point.nth:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if at_point and point.moment == "after":
+            os.kill(os.getpid(), by)
         return result
 
-    return mock.patch.object(owner, name, deadly)
+    return mock.patch.object(owner, name, struck)
 
 
 def precede(
