@@ -3,26 +3,38 @@
 A commit carries its id as a transaction identifier (``txnAppId``), and so does a tombstone.  A
 writer reads the identifier and commits with the same handle: Delta Lake refuses a commit whose
 identifier another commit has recorded since.  The table's history tells whose commit it was.
+
+On Spark, Delta Lake itself reads the identifier, and skips a write silently if the version is not
+greater than the recorded one.  So a tombstone from Spark has the version of a commit: with a greater
+one it would follow a commit that has landed.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from airflow_broadway.core.masking import reason_of
 from airflow_broadway.core.model.options import Options, option, options
 from airflow_broadway.core.model.rules import CONN_ID, matching, one_of
-from airflow_broadway.core.model.sink import Commit, Sink, SinkClient, SinkEnv, SinkError
+from airflow_broadway.core.model.sink import (
+    Commit,
+    CommitInDoubt,
+    Sink,
+    SinkClient,
+    SinkEnv,
+    SinkError,
+)
 from airflow_broadway.sinks.fencing import (
     KEPT_DAYS,
     RULED_OUT,
     has_landed,
     import_client,
+    spark_reason,
 )
 
-#: The versions of a transaction identifier.
+#: The versions of a transaction identifier; that of a tombstone by Spark is a commit's.
 _COMMITTED, _TOMBSTONE = 1, 2
 #: Commits that are read from the history first, before all of it.
 _NEWEST = 200
@@ -32,8 +44,6 @@ _NEWEST = 200
 class DeltaTable(Options, Sink):
     """A Delta Lake table; see ``docs/sink-tables.md``."""
 
-    engines: ClassVar[frozenset[str]] = frozenset({"python"})
-
     path: str = option(
         rule=matching(r"(/|[a-z][a-z0-9]*://)[^?#`]+", "an absolute path or a URI"),
         doc="The table's folder, such as ``s3://lake/orders``; the table must exist.",
@@ -41,7 +51,8 @@ class DeltaTable(Options, Sink):
     conn_id: str | None = option(
         default=None,
         rule=CONN_ID.or_none(),
-        doc="The Airflow connection whose extra has delta-rs's ``storage_options``.",
+        doc="The Airflow connection whose extra has delta-rs's ``storage_options``.  Spark takes"
+        " its own settings.",
     )
     schema_mode: str = option(
         default="strict",
@@ -64,6 +75,16 @@ class DeltaTable(Options, Sink):
             storage = {name: str(v) for name, v in extra.get("storage_options", {}).items()}
         client = _Client(self, storage)
         _check_retention(client.load().metadata().configuration, self.uri)
+        return client
+
+    def open_spark(self, spark: Any, env: SinkEnv) -> SinkClient:
+        if self.uri.startswith("s3"):
+            raise SinkError(
+                f"{self.uri}: Delta Lake on Spark and the settlement have no common lock in S3, so"
+                " that commits could not be ruled out; use a Python batcher"
+            )
+        client = _SparkClient(self, spark)
+        _check_retention(client.properties(), self.uri)
         return client
 
 
@@ -95,6 +116,13 @@ def _attempts(history: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 def _user_metadata(attempts: Mapping[str, int]) -> str:
     return json.dumps({"broadway": attempts})
+
+
+def _forgotten(uri: str, commit_id: str) -> CommitInDoubt:
+    return CommitInDoubt(
+        f"{uri} has commit {commit_id}, but its history has been removed, so that its attempt is"
+        " unknown: delta.logRetentionDuration must be longer than a run's lease"
+    )
 
 
 class _Client(SinkClient):
@@ -177,11 +205,7 @@ class _Client(SinkClient):
             if all(name in attempts for name in committed):
                 return recorded | {name: attempts[name] for name in committed}
         if committed:
-            raise SinkError(
-                f"{self._uri} has commit {committed[0]}, but its history has been removed, so that"
-                " its attempt is unknown: delta.logRetentionDuration must be longer than a run's"
-                " lease"
-            )
+            raise _forgotten(self._uri, committed[0])
         return recorded
 
     def _properties(self, version: int, attempts: Mapping[str, int]) -> Any:
@@ -190,3 +214,84 @@ class _Client(SinkClient):
             custom_metadata={"userMetadata": _user_metadata(attempts)},
             app_transactions=[transaction(name, version) for name in attempts],
         )
+
+
+class _SparkClient(SinkClient):
+    """A table read and written by Delta Lake on Spark."""
+
+    def __init__(self, sink: DeltaTable, spark: Any) -> None:
+        self._sink, self._spark, self._uri = sink, spark, sink.uri
+
+    def properties(self) -> Mapping[str, str]:
+        """Returns the table's properties.
+
+        :raises SinkError: If it does not exist or cannot be read.
+        """
+        try:
+            [detail] = self._sql("DESCRIBE DETAIL delta.`{}`")
+        except SinkError as error:
+            raise SinkError(
+                f"{error}; it must be a Delta Lake table, and Spark needs Delta Lake's jars,"
+                " extension and catalog"
+            ) from None
+        properties: Mapping[str, str] = detail["properties"]
+        return properties
+
+    def commit(self, rows: Any, commit: Commit) -> None:
+        if not self._write(rows, commit.commit_id, commit.attempt):
+            has_landed(self._recorded([commit.commit_id])[commit.commit_id], commit, self._uri)
+
+    def landed(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        attempts = self._attempts(commit_ids)
+        return {name: attempt for name, attempt in attempts.items() if attempt != RULED_OUT}
+
+    def rule_out(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        try:
+            schema = self._spark.read.format("delta").load(self._sink.path).schema
+            for name in sorted(commit_ids):
+                self._write(self._spark.createDataFrame([], schema), name, RULED_OUT)
+        except Exception as error:
+            raise SinkError(f"{self._uri} cannot be written: {spark_reason(error)}") from None
+        attempts = self._recorded(commit_ids)
+        return {name: attempt for name, attempt in attempts.items() if attempt != RULED_OUT}
+
+    def _write(self, rows: Any, commit_id: str, attempt: int) -> bool:
+        """Writes rows unless the commit id is recorded; returns whether it did for sure."""
+        # Delta Lake sets it to the version of each commit of this session, which one batch has.
+        last = "spark.databricks.delta.lastCommitVersionInSession"
+        self._spark.conf.unset(last)
+        try:
+            rows.write.format("delta").mode("append").options(
+                txnAppId=commit_id,
+                txnVersion=_COMMITTED,
+                userMetadata=_user_metadata({commit_id: attempt}),
+                mergeSchema=self._sink.schema_mode == "merge",
+            ).save(self._sink.path)
+        except Exception as error:
+            if "DELTA_CONCURRENT_TRANSACTION" not in str(error):
+                raise
+            return False  # recorded since this write began
+        return self._spark.conf.get(last, None) is not None
+
+    def _recorded(self, commit_ids: Collection[str]) -> dict[str, int]:
+        """Returns the attempts of commit ids that the table has; that of a tombstone, too."""
+        attempts = self._attempts(commit_ids)
+        for name in commit_ids:
+            if name not in attempts:
+                raise _forgotten(self._uri, name)
+        return attempts
+
+    def _attempts(self, commit_ids: Collection[str]) -> dict[str, int]:
+        for limit in (f" LIMIT {_NEWEST}", ""):
+            history = self._sql("DESCRIBE HISTORY delta.`{}`" + limit)
+            attempts = _attempts(row.asDict() for row in history)
+            if all(name in attempts for name in commit_ids):
+                break
+        return {name: attempts[name] for name in commit_ids if name in attempts}
+
+    def _sql(self, text: str) -> list[Any]:
+        try:
+            rows: list[Any] = self._spark.sql(text.format(self._sink.path)).collect()
+        except Exception as error:
+            raise SinkError(f"{self._uri} cannot be read: {spark_reason(error)}") from None
+        return rows

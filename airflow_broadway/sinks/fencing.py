@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Final
 
+from airflow_broadway.core.masking import reason_of
 from airflow_broadway.core.model.sink import Commit, CommitRefused, SinkError
 
 #: The attempt that a tombstone records; those of commits begin at 1.
@@ -43,3 +44,13 @@ def import_client(module: str, extra: str) -> Any:
             f"{module} is not installed where this sink is opened: pip install"
             f" 'airflow-broadway[{extra}]'"
         ) from None
+
+
+def spark_reason(error: Exception) -> str:
+    """Returns the first line of an error of Spark: of Java's innermost, if it has one."""
+    java: Any = getattr(error, "java_exception", None)
+    if java is None:
+        return reason_of(error)
+    while (cause := java.getCause()) is not None:
+        java = cause
+    return reason_of(RuntimeError(java.toString())).removeprefix("RuntimeError: ")

@@ -3,15 +3,21 @@
 A batch's rows and its row in the ledger are one transaction.  The ledger's primary key is the
 commit id, and a tombstone is a row of the ledger without rows in the table.  A commit's key is
 inserted last, in one request with ``COMMIT``: a client that pauses holds no lock on it.
+
+Spark's executors write to an unlogged *staging* table of the attempt, each task in a transaction of
+its own; the driver's transaction moves the rows.  Each row has an id there, which shows whether a
+task wrote twice, and the first row shows whether the server lost the table's content in a crash.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode
 
 from airflow_broadway.core.masking import reason_of
 from airflow_broadway.core.model.connections import Connection
@@ -30,6 +36,7 @@ from airflow_broadway.sinks.fencing import (
     RULED_OUT,
     has_landed,
     import_client,
+    spark_reason,
 )
 
 if TYPE_CHECKING:
@@ -40,15 +47,15 @@ _NAME: Final = r"[A-Za-z_]\w{0,62}"
 _TABLE: Final = matching(rf"{_NAME}\.{_NAME}", "a schema and a table, such as 'public.orders'")
 #: Rows that one message of a COPY carries.
 _COPIED_ROWS: Final = 10_000
-#: The parameters of a connection's extra that are passed to libpq.
+#: The prefix of staging tables, in the ledger's schema, and the column with the ids of rows.
+_STAGING, _ROW = "broadway_staging_", "_broadway_row"
+#: The parameters of a connection's extra that libpq and Spark's JDBC driver get.
 _PARAMETERS: Final = ("sslmode", "sslrootcert", "sslcert", "sslkey", "target_session_attrs")
 
 
 @options
 class PostgresTable(Options, Sink):
     """A table of PostgreSQL, version 12 or later; see ``docs/sink-tables.md``."""
-
-    engines: ClassVar[frozenset[str]] = frozenset({"python"})
 
     table: str = option(rule=_TABLE, doc="The table, with its schema; it must exist.")
     conn_id: str = option(
@@ -70,6 +77,11 @@ class PostgresTable(Options, Sink):
 
     def open(self, env: SinkEnv) -> SinkClient:
         client = _Client(self, env.connections.get(self.conn_id))
+        client.prepare()
+        return client
+
+    def open_spark(self, spark: Any, env: SinkEnv) -> SinkClient:
+        client = _SparkClient(self, env.connections.get(self.conn_id))
         client.prepare()
         return client
 
@@ -173,7 +185,37 @@ class _Client(SinkClient):
                 session,
                 f"DELETE FROM {{ledger}} WHERE at < now() - interval '{KEPT_DAYS} days'",
             )
+        self._drop_staging()
         return self.landed(ids)  # of a new snapshot, which has what the insert waited for
+
+    def _drop_staging(self, name: str | None = None) -> None:
+        """Drops a staging table, or those of all decided commits, which dead drivers have left.
+
+        One that is in use stays.
+        """
+        query = (
+            "SELECT relname FROM pg_class WHERE relnamespace = {values}::regnamespace"
+            f" AND relkind = 'r' AND starts_with(relname, '{_STAGING}') AND EXISTS (SELECT FROM"
+            " {ledger} WHERE md5(target || ' ' || commit_id) ="
+            f" substr(relname, {len(_STAGING) + 1}, 32))"
+        )
+        with suppress(SinkError), self._reaching() as session:
+            session.execute("SET LOCAL lock_timeout = '1s'")
+            names = [name] if name else []
+            if name is None:
+                found = session.execute(self._compose(query, values=[self._schema]))
+                names = [row[0] for row in found.fetchall()]
+            for staging in names:
+                self._run(
+                    session, "DROP TABLE IF EXISTS {values}", values=[self._in_schema(staging)]
+                )
+
+    @property
+    def _schema(self) -> str:
+        return self._sink.ledger.split(".")[0]
+
+    def _in_schema(self, name: str) -> Any:
+        return self._psycopg.sql.Identifier(self._schema, name)
 
     @contextmanager
     def _session(self) -> Iterator[Session]:
@@ -226,6 +268,76 @@ class _Client(SinkClient):
     def _error(self, error: Any) -> SinkError:
         reason = error.diag.message_primary or reason_of(error)
         return SinkError(f"{self.uri}: {reason}; nothing was written")
+
+
+class _SparkClient(_Client):
+    """Executors write to a staging table, by JDBC; the driver moves its rows."""
+
+    def commit(self, rows: Any, commit: Commit) -> None:
+        key = hashlib.md5(f"{self._sink.table} {commit.commit_id}".encode()).hexdigest()
+        name = f"{_STAGING}{key}_{commit.attempt}"
+        self._drop_staging(name)
+        try:
+            self._stage(rows, name)
+            self._commit(commit, lambda session: self._move(session, rows.columns, name))
+        finally:
+            self._drop_staging(name)
+
+    def _stage(self, rows: Any, name: str) -> None:
+        from pyspark.sql import functions, types
+
+        with self._reaching() as session:
+            text = (
+                f"CREATE UNLOGGED TABLE {{values}} AS SELECT {{columns}}, -1::bigint AS {_ROW}"
+                " FROM (SELECT) AS one LEFT JOIN (SELECT * FROM {table} LIMIT 0) AS rows ON true"
+            )
+            self._run(session, text, columns=rows.columns, values=[self._in_schema(name)])
+        nested = (types.ArrayType, types.MapType, types.StructType)
+        columns = [
+            functions.to_json(rows[f"`{field.name}`"]).alias(field.name)
+            if isinstance(field.dataType, nested)
+            else rows[f"`{field.name}`"]
+            for field in rows.schema.fields
+        ]
+        numbered = rows.select(*columns, functions.monotonically_increasing_id().alias(_ROW))
+        table = f'"{self._schema}"."{name}"'
+        try:
+            numbered.write.format("jdbc").mode("append").options(**self._jdbc(table)).save()
+        except Exception as error:
+            raise SinkError(
+                f"{self.uri}: Spark could not stage the rows: {spark_reason(error)}; nothing was"
+                " written"
+            ) from None
+
+    def _move(self, session: Session, columns: Collection[str], name: str) -> None:
+        # In one statement, which has one snapshot.
+        query = (
+            "WITH moved AS (INSERT INTO {table} ({columns}) SELECT {columns} FROM {values}"
+            f" WHERE {_ROW} >= 0) SELECT count(*), count(DISTINCT {_ROW}), min({_ROW}) FROM {{values}}"
+        )
+        found = session.execute(self._compose(query, columns, [self._in_schema(name)]))
+        staged, distinct, first = found.fetchone() or (0, 0, None)
+        if first != -1 or staged != distinct:
+            reason = "the server lost them" if first != -1 else "a task of Spark wrote twice"
+            raise SinkError(
+                f"{self.uri}: the staged rows are not whole, since {reason}; nothing was written"
+            )
+
+    def _jdbc(self, table: str) -> dict[str, str]:
+        """Returns the options of Spark's writer, which masks its URL and password in plans."""
+        connection = self._connection
+        parameters = {n: connection.extra[n] for n in _PARAMETERS[:4] if n in connection.extra}
+        # The server casts text to a column's type.
+        parameters |= {"stringtype": "unspecified", "reWriteBatchedInserts": "true"}
+        address = f"{connection.host}:{connection.port or 5432}/{connection.schema}"
+        return {
+            "url": f"jdbc:postgresql://{address}?{urlencode(parameters)}",
+            "driver": "org.postgresql.Driver",
+            "dbtable": table,
+            "user": connection.login,
+            "password": connection.password,
+            "batchsize": "10000",
+        }
 
 
 def _as_csv(rows: Any) -> bytes:
