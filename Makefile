@@ -6,7 +6,7 @@ ARGS ?=
 JOBS ?= 4
 RUN := scripts/run.sh
 # The longest files begin, in the order of tests/order.py; what is quick fills the rest.
-PYTEST = $(RUN) --rabbitmq --kafka --quick-spark --in-memory --airflow airflow-test \
+PYTEST = $(RUN) --rabbitmq --kafka --tables --quick-spark --in-memory --airflow airflow-test \
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Run a command in this checkout, set up first if it is not yet:
 #
-#   scripts/run.sh [--rabbitmq] [--kafka] [--s3a] [--browser] [--cluster] [--quick-spark] [--in-memory] [--airflow NAME] \
+#   scripts/run.sh [--rabbitmq] [--kafka] [--s3a] [--tables] [--browser] [--cluster] [--quick-spark] [--in-memory] [--airflow NAME] \
 #       COMMAND [ARGUMENT...]
 #
 #   --rabbitmq      the command wants a RabbitMQ to be installed
 #   --kafka         the command starts an Apache Kafka where Maven can resolve one
 #   --s3a           the command starts Spark with Hadoop's S3A where Maven can resolve it
+#   --tables        the command writes tables from Spark where Maven can resolve their jars
 #   --browser       the command wants Chromium and its driver to be installed
 #   --cluster       the command wants Airflow's Celery executor and PostgreSQL's client
 #   --quick-spark   the command starts Spark many times, which may have taken a minute to prepare
@@ -19,7 +20,7 @@ home='' quick_spark='' in_memory=''
 setup=(bash scripts/setup.sh)
 while :; do
     case ${1:-} in
-        --rabbitmq | --kafka | --s3a | --browser | --cluster) setup+=("$1") ;;
+        --rabbitmq | --kafka | --s3a | --tables | --browser | --cluster) setup+=("$1") ;;
         --quick-spark) setup+=("$1"); quick_spark=$PWD/build/setup/spark.jsa ;;
         --in-memory) in_memory=/dev/shm ;;
         --airflow) home=$2; shift ;;

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up this checkout: the environment in .venv and a Java for Spark; with --rabbitmq or --kafka, that
-# broker too; with --s3a, Hadoop's S3A; with --browser, Chromium and its driver; with --cluster, Celery and PostgreSQL's client; with
-# --quick-spark, what lets many Sparks start in less time.
+# broker too; with --s3a, Hadoop's S3A; with --tables, the jars of the tables that Spark writes; with --browser, Chromium and
+# its driver; with --cluster, Celery and PostgreSQL's client; with --quick-spark, what lets many Sparks start in less time.
 #
 # Needs Python alone.  Each step leaves a stamp, so that a second call does nothing, in a fraction of a
 # second.  Only root on Debian or Ubuntu has system packages installed for it; all others are told the
@@ -243,7 +243,7 @@ setup_rabbitmq() {
         "export AIRFLOW_BROADWAY_RABBITMQ_URL=amqp://guest:guest@127.0.0.1:5672/"
 }
 
-# -------------------------------------------------------------------------------- Kafka and S3A
+# -------------------------------------------------------------------------------- Kafka, S3A, tables
 # Jars of Maven Central, which only Maven fetches: each with its hash in jars.sha256.
 sha256() {
     if command -v sha256sum >/dev/null; then sha256sum "$@"; else shasum -a 256 "$@"; fi
@@ -294,16 +294,17 @@ setup_browser() {
 }
 
 # ------------------------------------------------------------------------------------------------
-rabbitmq='' kafka='' s3a='' browser='' cluster='' quick_spark=''
+rabbitmq='' kafka='' s3a='' tables='' browser='' cluster='' quick_spark=''
 for argument in "$@"; do
     case $argument in
         --rabbitmq) rabbitmq=1 ;;
         --kafka) kafka=1 ;;
         --s3a) s3a=1 ;;
+        --tables) tables=1 ;;
         --browser) browser=1 ;;
         --cluster) cluster=1 ;;
         --quick-spark) quick_spark=1 ;;
-        *) die "setup.sh knows --rabbitmq, --kafka, --s3a, --browser, --cluster and --quick-spark, not $argument." ;;
+        *) die "setup.sh knows --rabbitmq, --kafka, --s3a, --tables, --browser, --cluster and --quick-spark, not $argument." ;;
     esac
 done
 setup_python
@@ -311,6 +312,7 @@ setup_java
 [ -z "$rabbitmq" ] || setup_rabbitmq
 [ -z "$kafka" ] || setup_jars kafka "Apache Kafka" "tests of Kafka run on librdkafka's mock cluster alone"
 [ -z "$s3a" ] || setup_jars s3a "Hadoop's S3A (700 MB)" "its test is skipped"
+[ -z "$tables" ] || setup_jars tables "Delta Lake and PostgreSQL's driver for Spark" "their tests on Spark are left out"
 [ -z "$browser" ] || setup_browser
 [ -z "$cluster" ] || setup_cluster
 [ -z "$quick_spark" ] || setup_quick_spark

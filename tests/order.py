@@ -35,6 +35,7 @@ LONGEST = (
 #: Files whose tests share a Spark session: to start it takes long, and it is fast when it is warm.
 ONE_SPARK = (
     "integration/test_spark_job.py",
+    "contract/test_sinks.py",
     "conformance/test_conformance.py",
     "unit/staging/test_arrow_schema.py",
     "integration/test_spark_files.py",

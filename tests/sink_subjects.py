@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.formats.commits import commit_rows
 from airflow_broadway.core.model.connections import Connection
-from airflow_broadway.core.model.sink import SinkEnv, SinkError
+from airflow_broadway.core.model.sink import Commit, SinkClient, SinkEnv, SinkError
 from airflow_broadway.sinks import DeltaTable, PostgresTable
 from airflow_broadway.testing.sinks import SinkSubject, commit_of, rows_of
+from tests.unit.spark.session import spark_session
 
 SINKS: dict[str, Any] = {"delta": DeltaTable, "postgres": PostgresTable}
 
@@ -57,10 +61,47 @@ def postgres(host: str, port: int) -> SinkSubject:
     return SinkSubject(PostgresTable(table=name), read, env)
 
 
+class SparkClient(SinkClient):
+    """A client in a Spark driver that takes Arrow tables."""
+
+    def __init__(self, sink: Any, env: SinkEnv) -> None:
+        self.session = spark_session().newSession()
+        self.client = sink.open_spark(self.session, env)
+
+    def commit(self, rows: Any, commit: Commit) -> None:
+        self.client.commit(self.session.createDataFrame(rows), commit)
+
+    def landed(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        landed: Mapping[str, int] = self.client.landed(commit_ids)
+        return landed
+
+    def rule_out(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        landed: Mapping[str, int] = self.client.rule_out(commit_ids)
+        return landed
+
+
+@dataclass(frozen=True)
+class SparkSubject(SinkSubject):
+    """Opens clients in a Spark driver: all of them, or each second one in Python.
+
+    :param mixed: Whether the others are in Python, as a settlement's is.
+    """
+
+    mixed: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_kinds", cycle([True, not self.mixed]))
+
+    def open(self) -> SinkClient:
+        on_spark = next(self._kinds)  # type: ignore[attr-defined]
+        return SparkClient(self.sink, self.env) if on_spark else super().open()
+
+
 def main(kind: str, given: dict[str, Any]) -> None:
     """Commits each id that standard input has, in another process."""
     sink = SINKS[kind](**given["options"])
-    client = sink.open(SinkEnv(connections=_Connections(given["connection"])))
+    env = SinkEnv(connections=_Connections(given["connection"]))
+    client = SparkClient(sink, env) if given["spark"] else sink.open(env)
     print("ready", flush=True)
     for line in sys.stdin:
         commit_id = line.strip()

@@ -5,8 +5,8 @@ writer reads the identifier and commits with the same handle: Delta Lake refuses
 identifier another commit has recorded since.  The table's history tells whose commit it was.
 
 On Spark, Delta Lake itself reads the identifier, and skips a write silently if the version is not
-greater than the recorded one.  So a tombstone from Spark has the version of a commit: with a greater
-one it would follow a commit that has landed.
+greater than the recorded one.  So a tombstone from Spark has the version of a commit: with a
+greater one it would follow a commit that has landed.
 """
 
 from __future__ import annotations
@@ -246,9 +246,10 @@ class _SparkClient(SinkClient):
         return {name: attempt for name, attempt in attempts.items() if attempt != RULED_OUT}
 
     def rule_out(self, commit_ids: Collection[str]) -> Mapping[str, int]:
+        open_ids = sorted(set(commit_ids) - self._attempts(commit_ids).keys())
         try:
             schema = self._spark.read.format("delta").load(self._sink.path).schema
-            for name in sorted(commit_ids):
+            for name in open_ids:
                 self._write(self._spark.createDataFrame([], schema), name, RULED_OUT)
         except Exception as error:
             raise SinkError(f"{self._uri} cannot be written: {spark_reason(error)}") from None

@@ -280,6 +280,10 @@ class _SparkClient(_Client):
         try:
             self._stage(rows, name)
             self._commit(commit, lambda session: self._move(session, rows.columns, name))
+        except SinkError:
+            # Whatever decides a commit also drops its staging tables.
+            has_landed(self.recorded([commit.commit_id]).get(commit.commit_id), commit, self.uri)
+            raise
         finally:
             self._drop_staging(name)
 
@@ -312,9 +316,9 @@ class _SparkClient(_Client):
     def _move(self, session: Session, columns: Collection[str], name: str) -> None:
         # In one statement, which has one snapshot.
         query = (
-            "WITH moved AS (INSERT INTO {table} ({columns}) SELECT {columns} FROM {values}"
-            f" WHERE {_ROW} >= 0) SELECT count(*), count(DISTINCT {_ROW}), min({_ROW}) FROM {{values}}"
-        )
+            "WITH moved AS (INSERT INTO {table} ({columns}) SELECT {columns} FROM {values} WHERE"
+            " @ >= 0) SELECT count(*), count(DISTINCT @), min(@) FROM {values}"
+        ).replace("@", _ROW)
         found = session.execute(self._compose(query, columns, [self._in_schema(name)]))
         staged, distinct, first = found.fetchone() or (0, 0, None)
         if first != -1 or staged != distinct:

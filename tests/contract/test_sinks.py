@@ -24,6 +24,12 @@ from airflow_broadway.sinks import DeltaTable
 from airflow_broadway.testing.sinks import SinkContract, SinkSubject, commit_of, rows_of
 from tests import sink_subjects
 from tests.cluster.services import PostgreSQL, ServiceMissing
+from tests.sink_subjects import SparkClient, SparkSubject
+from tests.unit.spark.session import TABLES
+
+needs_tables = pytest.mark.skipif(
+    not TABLES, reason="no jars of tables for Spark: scripts/setup.sh --tables, which needs mvn"
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,27 +47,76 @@ def _address(server: PostgreSQL) -> tuple[str, int]:
     return host, int(port)
 
 
-@pytest.fixture(params=["delta", "postgres"])
-def subject(request: pytest.FixtureRequest, tmp_path: Path) -> SinkSubject:
-    if request.param == "delta":
-        return sink_subjects.delta(tmp_path / "table")
-    return sink_subjects.postgres(*_address(request.getfixturevalue("server")))
+KINDS = ["delta", "postgres"]
+
+
+def _made(kind: str, request: pytest.FixtureRequest, *, spark: bool) -> SinkSubject:
+    if kind == "delta":
+        made = sink_subjects.delta(request.getfixturevalue("tmp_path") / "table")
+    else:
+        made = sink_subjects.postgres(*_address(request.getfixturevalue("server")))
+    # A driver on Spark, next to a settlement in Python
+    return SparkSubject(made.sink, made.read, made.env) if spark else made
+
+
+@pytest.fixture(params=KINDS)
+def python_subject(request: pytest.FixtureRequest) -> SinkSubject:
+    return _made(request.param, request, spark=False)
+
+
+@pytest.fixture(params=KINDS)
+def spark_subject(request: pytest.FixtureRequest) -> SinkSubject:
+    return _made(request.param, request, spark=True)
+
+
+on_spark = [pytest.mark.spark, needs_tables]
+
+
+@pytest.fixture(
+    params=KINDS + [pytest.param(f"{kind} from Spark", marks=on_spark) for kind in KINDS]
+)
+def subject(request: pytest.FixtureRequest) -> SinkSubject:
+    kind, _, place = request.param.partition(" ")
+    return _made(kind, request, spark=bool(place))
 
 
 class TestSinks(SinkContract):
     @pytest.fixture
-    def subject(self, subject: SinkSubject) -> SinkSubject:
-        return subject
+    def subject(self, python_subject: SinkSubject) -> SinkSubject:
+        return python_subject
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-class TestThousandRaces(SinkContract):
+class TestThousandRaces(TestSinks):
     races = 1_000
 
+
+@pytest.mark.spark
+@needs_tables
+class TestSparkSinks(SinkContract):
+    races = 10
+    many = 5
+
     @pytest.fixture
-    def subject(self, subject: SinkSubject) -> SinkSubject:
-        return subject
+    def subject(self, spark_subject: SinkSubject) -> SinkSubject:
+        return spark_subject
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+class TestTwoHundredRacesOfSpark(TestSparkSinks):
+    races = 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+class TestSparkAlone(TestSparkSinks):
+    races = 50
+
+    @pytest.fixture
+    def subject(self, spark_subject: SinkSubject) -> SinkSubject:
+        return dataclasses.replace(spark_subject, mixed=False)  # type: ignore[call-arg]
 
 
 def _pause(subject: SinkSubject, rounds: int) -> None:
@@ -76,12 +131,18 @@ def _pause(subject: SinkSubject, rounds: int) -> None:
         field.name: getattr(subject.sink, field.name)
         for field in dataclasses.fields(subject.sink)  # type: ignore[arg-type]
     }
-    given = json.dumps({"options": options, "connection": connection})
+    spark = isinstance(subject, SparkSubject)
+    given = json.dumps({"options": options, "connection": connection, "spark": spark})
     command = [sys.executable, "-m", "tests.sink_subjects", kind, given]
     with (
-        closing(subject.open()) as settlement,
+        closing(subject.sink.open(subject.env)) as settlement,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            start_new_session=True,  # with its JVM
         ) as driver,
     ):
         assert driver.stdin is not None
@@ -95,9 +156,9 @@ def _pause(subject: SinkSubject, rounds: int) -> None:
             begun = time.monotonic()
             assert driver.stdout.readline() == "begun\n"
             time.sleep(random.uniform(0, took))
-            os.kill(driver.pid, signal.SIGSTOP)
+            os.killpg(driver.pid, signal.SIGSTOP)
             reported = settlement.rule_out([name])
-            os.kill(driver.pid, signal.SIGCONT)
+            os.killpg(driver.pid, signal.SIGCONT)
             result = driver.stdout.readline().strip()
             if result == "landed":
                 took = 0.9 * took + 0.1 * max(0.005, (time.monotonic() - begun) / 2)
@@ -110,20 +171,24 @@ def _pause(subject: SinkSubject, rounds: int) -> None:
 
 
 def test_a_paused_process_is_refused(subject: SinkSubject) -> None:
-    _pause(subject, 10)
+    _pause(subject, 3 if isinstance(subject, SparkSubject) else 10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_process_paused_at_any_moment_is_refused(subject: SinkSubject) -> None:
-    _pause(subject, 300)
+    _pause(subject, 100 if isinstance(subject, SparkSubject) else 300)
 
 
 def _break_commit(client: Any, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """Makes the client's commit fail before it is sent, or after it has landed."""
+    driver = client.client if isinstance(client, SparkClient) else None
+    client = driver or client
     if hasattr(client, "_psycopg"):
         error: Exception = client._psycopg.OperationalError("server closed the connection")
-        place, name = client, "_run"
+        place, name = client, "_commit" if driver else "_run"
+    elif driver:
+        error, place, name = OSError("No space left on device"), client, "_write"
     else:
         error, place, name = (
             OSError("No space left on device"),

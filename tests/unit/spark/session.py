@@ -6,7 +6,11 @@ import atexit
 import functools
 import logging
 import os
+from pathlib import Path
 from typing import Any
+
+#: The jars of tables that Spark writes, if ``scripts/setup.sh --tables`` has resolved them.
+TABLES = sorted(Path(__file__).parents[3].glob("build/tables/*.jar"))
 
 
 @functools.cache
@@ -21,6 +25,7 @@ def spark_session() -> Any:
         "spark.sql.shuffle.partitions": "4",
         "spark.driver.extraJavaOptions": "'-XX:TieredStopAtLevel=1 -XX:+UseSerialGC'",
     }
+    conf |= tables_conf()
     arguments = " ".join(f"--conf {name}={value}" for name, value in conf.items())
     os.environ["PYSPARK_SUBMIT_ARGS"] = f"--master local[2] {arguments} pyspark-shell"
     session = open_session()
@@ -29,3 +34,15 @@ def spark_session() -> Any:
     logging.getLogger("py4j").setLevel(logging.WARNING)
     atexit.register(session.stop)
     return session
+
+
+def tables_conf() -> dict[str, str]:
+    """Returns the settings of a session that writes tables; none without their jars."""
+    if not TABLES:
+        return {}
+    return {
+        "spark.jars": ",".join(map(str, TABLES)),
+        "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+        "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+        "spark.databricks.delta.snapshotPartitions": "1",
+    }
