@@ -11,21 +11,29 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tests.unit.runs.steps import Point, deadly
+from tests.unit.spark.session import tables_conf
 
 ROOT = Path(__file__).parents[1]
 
 
 class Drivers:
-    """Starts drivers, one at a time, or the next one while another is paused."""
+    """Starts drivers, one at a time, or the next one while another is paused.
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    :param folder: An empty folder, for their log and their settings.
+    :param env: More of the drivers' environment.
+    """
+
+    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        log = folder / "log"
+        conf = "".join(f"{name} {value}\n" for name, value in tables_conf().items())
+        (folder / "spark-defaults.conf").write_text(conf)
         with log.open("a") as stderr:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.spark_drivers"],
@@ -35,6 +43,7 @@ class Drivers:
                 text=True,
                 bufsize=1,
                 cwd=ROOT,
+                env={**os.environ, "SPARK_CONF_DIR": str(folder), **(env or {})},
             )
         assert self._read() == "ready", log.read_text()
 

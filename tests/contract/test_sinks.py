@@ -13,7 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,19 +272,22 @@ def test_a_missing_table_is_one_error(subject: SinkSubject, tmp_path: Path) -> N
     sink = dataclasses.replace(subject.sink, **{missing: value})  # type: ignore[type-var]
 
     with pytest.raises(SinkError, match=r"none|no_such_table") as caught:
-        sink.open(subject.env)
+        dataclasses.replace(subject, sink=sink).open()
+    assert not (tmp_path / "none").exists()
     assert "\n" not in str(caught.value)
 
 
-def test_a_delta_table_that_forgets_commits_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spark", [False, pytest.param(True, marks=on_spark)])
+def test_a_delta_table_that_forgets_commits_is_refused(tmp_path: Path, spark: bool) -> None:
     import deltalake
 
     forgets = {"delta.setTransactionRetentionDuration": "interval 2 days"}
     folder = str(tmp_path / "table")
     deltalake.DeltaTable.create(folder, schema=rows_of("a").schema, configuration=forgets)
 
+    kind = SparkSubject if spark else SinkSubject
     with pytest.raises(SinkError, match="forgets commits"):
-        DeltaTable(path=folder).open(SinkEnv())
+        kind(DeltaTable(path=folder), list).open()
 
 
 def test_a_removed_history_of_delta_is_one_error(tmp_path: Path) -> None:
@@ -320,3 +326,145 @@ def test_a_database_that_ends_is_in_no_doubt(server: PostgreSQL) -> None:
         finally:
             server.start()
         assert client.rule_out(["b1.0"]) == {"b1.0": 1}
+
+
+# -- PostgreSQL from Spark -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def staged(server: PostgreSQL) -> SparkSubject:
+    made = sink_subjects.postgres(*_address(server))
+    return SparkSubject(made.sink, made.read, made.env)
+
+
+def _staging_tables(client: Any) -> list[str]:
+    with client._session() as session:
+        found = session.execute("SELECT relname FROM pg_class WHERE relname LIKE 'broadway_stag%'")
+        return [row[0] for row in found.fetchall()]
+
+
+class _ManyTypes:
+    columns = (
+        "t text, i integer, d double precision, n numeric(9, 2), b boolean, day date,"
+        ' at timestamptz, raw bytea, nested jsonb, list jsonb, "Upper case" bigint'
+    )
+
+    @staticmethod
+    def rows() -> Any:
+        import pyarrow as pa
+
+        at = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
+        values: dict[str, tuple[pa.DataType, Any]] = {
+            "t": (pa.string(), 'quote " and \\ and ü\n'),
+            "i": (pa.int32(), 7),
+            "d": (pa.float64(), 0.5),
+            "n": (pa.decimal128(9, 2), Decimal("12.34")),
+            "b": (pa.bool_(), True),
+            "day": (pa.date32(), at.date()),
+            "at": (pa.timestamp("us", "UTC"), at),
+            "raw": (pa.binary(), b"\x00\xff"),
+            "nested": (pa.struct([("a", pa.int64())]), {"a": 1}),
+            "list": (pa.list_(pa.int64()), [1, 2]),
+            "Upper case": (pa.int64(), 1),
+        }
+        columns = {name: pa.array([value, None], kind) for name, (kind, value) in values.items()}
+        return pa.table(columns)
+
+
+@pytest.mark.spark
+@needs_tables
+def test_spark_writes_what_python_writes(server: PostgreSQL) -> None:
+    subjects = [sink_subjects.postgres(*_address(server)) for _ in range(2)]
+    contents = []
+    for spark, subject in enumerate(subjects):
+        opened = SparkSubject(subject.sink, subject.read, subject.env) if spark else subject
+        with closing(subject.sink.open(subject.env)) as python:
+            table = subject.sink.table  # type: ignore[attr-defined]
+            with python._session() as session:  # type: ignore[attr-defined]
+                session.execute(f"DROP TABLE {table}")
+                session.execute(f"CREATE TABLE {table} ({_ManyTypes.columns})")
+            with closing(opened.open()) as client:
+                client.commit(_ManyTypes.rows(), commit_of("b1.0"))
+            with python._session() as session:  # type: ignore[attr-defined]
+                contents.append(session.execute(f"SELECT * FROM {table} ORDER BY i").fetchall())
+
+    assert contents[0] == contents[1]
+    assert len(contents[0]) == 2
+
+
+@pytest.mark.spark
+@needs_tables
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        ("INSERT INTO {0} SELECT * FROM {0} WHERE _broadway_row >= 0", "a task of Spark wrote"),
+        ("TRUNCATE {0}", "the server lost them"),
+    ],
+)
+def test_staged_rows_that_are_not_whole_are_not_committed(
+    staged: SparkSubject, monkeypatch: pytest.MonkeyPatch, harm: str, reason: str
+) -> None:
+    client = staged.open()
+    inner = client.client  # type: ignore[attr-defined]
+    stage = inner._stage
+
+    def harmed(rows: Any, name: str) -> None:
+        stage(rows, name)
+        with inner._session() as session:
+            session.execute(harm.format(f"public.{name}"))
+
+    monkeypatch.setattr(inner, "_stage", harmed)
+    with pytest.raises(SinkError, match=reason):
+        client.commit(rows_of("a"), commit_of("b1.0"))
+    monkeypatch.undo()
+
+    assert list(staged.read()) == []
+    client.commit(rows_of("a"), commit_of("b1.0"))
+    assert list(staged.read()) == ["a"]
+    assert _staging_tables(inner) == []
+
+
+@pytest.mark.spark
+@needs_tables
+def test_what_a_dead_driver_staged_is_removed_with_its_commit(
+    staged: SparkSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two drivers that died when their rows were staged
+    client = staged.open()
+    inner = client.client  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(inner, "_commit", lambda *_: None)
+        patch.setattr(inner, "_drop_staging", lambda *_: None)
+        for name in ("b1.0", "b2.0"):
+            client.commit(rows_of("a"), commit_of(name))
+    assert len(_staging_tables(inner)) == 2
+
+    # When one of their commits is ruled out, and a second attempt at the other one lands
+    with closing(staged.sink.open(staged.env)) as settlement:
+        settlement.rule_out(["b1.0"])
+        assert len(_staging_tables(inner)) == 1
+        client.commit(rows_of("b"), commit_of("b2.0", 2))
+        settlement.rule_out(["b3.0"])
+
+    # Then nothing is left
+    assert _staging_tables(inner) == []
+    assert list(staged.read()) == ["b"]
+
+
+@pytest.mark.spark
+@needs_tables
+def test_no_plan_of_spark_shows_the_password(staged: SparkSubject) -> None:
+    known = staged.env.connections.get("postgres_default")
+    secret = dataclasses.replace(known, password="s3cr3t-of-the-test")
+    env = SinkEnv(connections=SimpleNamespace(get=lambda _: secret))
+    client = dataclasses.replace(staged, env=env).open()
+
+    client.commit(rows_of("a"), commit_of("b1.0"))
+
+    session = client.session  # type: ignore[attr-defined]
+    session.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()
+    shown = session._jsparkSession.sharedState().statusStore().executionsList()
+    plans = [shown.apply(n) for n in range(shown.size())]
+    texts = [f"{plan.physicalPlanDescription()} {plan.description()}" for plan in plans]
+    assert any("SaveIntoDataSourceCommand" in text for text in texts)
+    assert not any("s3cr3t" in text for text in texts)

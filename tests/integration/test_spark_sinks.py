@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import signal
+import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pyarrow.dataset as ds
 import pytest
 
 from airflow_broadway import Batcher, BatchInfo, Message, Rows
+from airflow_broadway.core.model.connections import Connection, Connections, to_variable
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.runs.spark_batches import Ending, SparkBatches
 from airflow_broadway.runs.tasks import BatchTask
-from airflow_broadway.sinks import ParquetFolder
+from airflow_broadway.sinks import DeltaTable, ParquetFolder, PostgresTable
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.job import arguments_of
 from airflow_broadway.spark.session import INCOMPLETE
+from tests.cluster.services import PostgreSQL, ServiceMissing
 from tests.spark_drivers import Drivers
-from tests.unit.runs.steps import Call, Point, Run, Sums, note
+from tests.unit.runs.steps import AS_AIRFLOW, Call, Point, Run, Sums, note
+from tests.unit.spark.session import TABLES
 
 pytestmark = pytest.mark.spark
 
@@ -60,6 +66,16 @@ class Folder(Sums):
         """Returns what ``handle_batch`` returns."""
         good = messages.where("data.n % 5 != 0").select("data.n")
         return Rows(good, failed=failed(messages.where("data.n % 5 = 0"), reason="five"))
+
+
+class Delta(Folder):
+    batchers = {"default": replace(Folder.batchers["default"], sink=DeltaTable(path="/replaced"))}
+
+
+class Postgres(Folder):
+    batchers = {
+        "default": replace(Folder.batchers["default"], sink=PostgresTable(table="public.replaced"))
+    }
 
 
 class Plain(Folder):
@@ -111,7 +127,7 @@ class ReturnsForeign(Folder):
 
 @pytest.fixture(scope="module")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drivers]:
-    drivers = Drivers(tmp_path_factory.mktemp("drivers") / "log")
+    drivers = Drivers(tmp_path_factory.mktemp("drivers"))
     yield drivers
     drivers.close()
 
@@ -179,7 +195,10 @@ class Task:
 
 def after_death(run: Run, drivers: Drivers) -> None:
     """Settle what a dead run left, and handle what comes again in another."""
-    later = make(run.folder, "manual__2", finished=[run.run_id], create=False)
+    options = {**run.pipeline.overrides, "pipeline": type(run.pipeline), "ports": run.ports}
+    for name in ("producer", "context"):
+        del options[name]
+    later = Run(run.folder, "manual__2", finished=[run.run_id], create=False, **options)
     received = later.process()
     if received["batchers"]:
         Task(later, received, drivers).run()
@@ -333,3 +352,127 @@ def test_a_wrong_result_fails_its_batch_and_commits_nothing(
     [reported] = report["reasons"]
     assert reason in reported["reason"]
     assert "\n" not in reported["reason"]
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+needs_tables = pytest.mark.skipif(
+    not TABLES, reason="no jars of tables for Spark: scripts/setup.sh --tables, which needs mvn"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgreSQL]:
+    try:
+        server = PostgreSQL(tmp_path_factory.mktemp("pg") / "postgresql", "127.0.0.1")
+    except ServiceMissing as error:
+        pytest.skip(str(error))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def writers(
+    server: PostgreSQL, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Drivers, Connections]]:
+    """Drivers that get the database's connection from their environment."""
+    address = urlsplit(server.url)
+    known = Connection(
+        conn_id="postgres_default",
+        host=address.hostname or "",
+        port=address.port,
+        login="airflow",
+        schema="airflow",
+    )
+    connections: Any = SimpleNamespace(get={"postgres_default": known}.__getitem__)
+    variable = to_variable(connections, ["postgres_default"])
+    drivers = Drivers(tmp_path_factory.mktemp("writers"), variable)
+    yield drivers, connections
+    drivers.close()
+
+
+class Table(NamedTuple):
+    """A run with a table, and what reads it."""
+
+    run: Run
+    drivers: Drivers
+    numbers: Callable[[], list[int]]
+
+
+@pytest.fixture(params=["delta", "postgres"])
+def table(request: pytest.FixtureRequest, tmp_path: Path, writers: Any) -> Table:
+    import deltalake
+    import psycopg
+    import pyarrow as pa
+
+    drivers, connections = writers
+    pipeline: type[Folder]
+    if request.param == "delta":
+        path = str(tmp_path / "lake")
+        deltalake.DeltaTable.create(path, schema=pa.schema([("n", pa.int64())]))
+        pipeline, sink = Delta, {"path": path}
+
+        def numbers() -> list[int]:
+            column: list[int] = deltalake.DeltaTable(path).to_pyarrow_table()["n"].to_pylist()
+            return sorted(column)
+
+    else:
+        name = f"public.t{uuid.uuid4().hex[:8]}"
+        address = connections.get("postgres_default")
+
+        def execute(query: str) -> Any:
+            place = {"host": address.host, "port": address.port}
+            with psycopg.connect(user="airflow", dbname="airflow", **place) as session:
+                found = session.execute(query)
+                return found.fetchall() if found.description else None
+
+        execute(f"CREATE TABLE {name} (n bigint)")
+        pipeline, sink = Postgres, {"table": name}
+
+        def numbers() -> list[int]:
+            return sorted(row[0] for row in execute(f"SELECT n FROM {name}"))
+
+    run = Run(
+        tmp_path,
+        pipeline=pipeline,
+        batchers={"default": {"sink": sink}},
+        ports=replace(AS_AIRFLOW, connections=connections),
+        numbers=range(1, 26),
+    )
+    return Table(run, drivers, numbers)
+
+
+@needs_tables
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("retried", [True, False], ids=["retried", "settled by another run"])
+def test_a_table_has_each_row_once_where_a_driver_dies(
+    table: Table, moment: str, retried: bool
+) -> None:
+    run, drivers, numbers = table
+    task = Task(run, run.process(), drivers)
+    task.run(Point(COMMIT, moment, 2))
+
+    if retried:
+        task.run()
+        run.ack()
+    else:
+        after_death(run, drivers)
+
+    assert numbers() == GOOD
+    assert run.dead() == DEAD
+    assert sum(calls(run).values()) - 3 == (1 if moment == "before" else 0)
+
+
+@needs_tables
+def test_a_paused_driver_commits_nothing_to_a_table_once_its_messages_are_released(
+    table: Table,
+) -> None:
+    run, drivers, numbers = table
+    task = Task(run, run.process(), drivers)
+    _, pid, _ = task.begin(Point(COMMIT, "before", 1), signal.SIGSTOP)
+    after_death(run, drivers)
+
+    assert drivers.resume(pid) == INCOMPLETE
+
+    assert numbers() == GOOD
+    assert run.depth() == (0, 0, 0, len(DEAD))
