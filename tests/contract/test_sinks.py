@@ -153,18 +153,21 @@ def _pause(subject: SinkSubject, rounds: int) -> None:
         assert driver.stdout.readline() == "ready\n"
         took, results = 0.05, Counter[str]()
         landed: dict[str, int] = {}
+        for name in ("w1.0", "w2.0", "w3.0"):  # how long a commit takes
+            driver.stdin.write(f"{name}\n")
+            assert driver.stdout.readline() == "begun\n"
+            begun = time.monotonic()
+            assert driver.stdout.readline() == "landed\n"
+            took, landed[name] = time.monotonic() - begun, 1
         for number in range(rounds):
             name = f"p{number}.0"
             driver.stdin.write(f"{name}\n")
-            begun = time.monotonic()
             assert driver.stdout.readline() == "begun\n"
             time.sleep(random.uniform(0, took))
             os.killpg(driver.pid, signal.SIGSTOP)
             reported = settlement.rule_out([name])
             os.killpg(driver.pid, signal.SIGCONT)
             result = driver.stdout.readline().strip()
-            if result == "landed":
-                took = 0.9 * took + 0.1 * max(0.005, (time.monotonic() - begun) / 2)
             assert result == ("landed" if reported else "refused"), result
             results[result] += 1
             landed |= reported

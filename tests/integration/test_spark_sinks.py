@@ -413,7 +413,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, writers: Any) -> Table
         pipeline, sink = Delta, {"path": path}
 
         def numbers() -> list[int]:
-            column: list[int] = deltalake.DeltaTable(path).to_pyarrow_table()["n"].to_pylist()
+            column: list[Any] = deltalake.DeltaTable(path).to_pyarrow_table()["n"].to_pylist()
             return sorted(column)
 
     else:
