@@ -25,6 +25,7 @@ from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.sinks import DeltaTable, ParquetFolder, PostgresTable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 
@@ -134,6 +135,9 @@ OTHERS: list[tuple[str, str, type[Any]]] = [
     ("Processors", "`processors = Processors(…)`", Processors),
     ("Archive", "`archive = Archive(…)`", Archive),
     ("Batchers", '`batchers = {"name": Batcher(…)}`', Batcher),
+    ("Sinks: a folder", "`Batcher(sink=ParquetFolder(…))`", ParquetFolder),
+    ("Sinks: Delta Lake", "`Batcher(sink=DeltaTable(…))`", DeltaTable),
+    ("Sinks: PostgreSQL", "`Batcher(sink=PostgresTable(…))`", PostgresTable),
     ("Runs by a backlog", "`Flights.dag(…, schedule=backlog(…))`", Backlog),
 ]
 
