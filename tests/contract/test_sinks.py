@@ -331,6 +331,17 @@ def test_a_database_that_ends_is_in_no_doubt(server: PostgreSQL) -> None:
         assert client.rule_out(["b1.0"]) == {"b1.0": 1}
 
 
+@pytest.mark.spark
+@needs_tables
+def test_a_tombstone_of_spark_refuses_a_commit_of_python(spark_subject: SparkSubject) -> None:
+    with closing(spark_subject.open()) as spark, closing(spark_subject.open()) as python:
+        assert spark.rule_out(["b1.0"]) == {}
+        with pytest.raises(CommitRefused):
+            python.commit(rows_of("a"), commit_of("b1.0"))
+        assert python.landed(["b1.0"]) == python.rule_out(["b1.0"]) == {}
+    assert list(spark_subject.read()) == []
+
+
 # -- PostgreSQL from Spark -------------------------------------------------------------------------
 
 
