@@ -168,11 +168,11 @@ class _Disk:
 
     def find(self, folder: str) -> list[str]:
         top = self.path_of(folder)
-        files = (os.path.join(at, name) for at, _, names in os.walk(top) for name in names)
+        files = (os.path.join(at, name) for at, _, names in _walk(top) for name in names)
         return sorted(os.path.relpath(file, top) for file in files)
 
     def sync(self, folder: str) -> None:
-        for at, _, names in os.walk(self.path_of(folder)):
+        for at, _, names in _walk(self.path_of(folder)):
             for name in names:
                 handle = os.open(os.path.join(at, name), os.O_RDONLY)
                 try:
@@ -197,6 +197,19 @@ class _Disk:
     def path_of(self, path: str) -> str:
         """Returns the path on the disk."""
         return os.path.join(self.root, path)
+
+
+def _walk(top: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walks a folder, if it exists.
+
+    :raises OSError: If a folder cannot be listed; by default its files would be missing in silence.
+    """
+
+    def fail(error: OSError) -> None:
+        if not (isinstance(error, FileNotFoundError) and error.filename == top):
+            raise error
+
+    yield from os.walk(top, onerror=fail)
 
 
 class _Objects:

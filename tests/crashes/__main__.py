@@ -51,6 +51,7 @@ def tell(broker: str, pipeline: str, sums: Sums) -> None:
     print(
         f"{broker}, {pipeline}: {len(sums.points)} points, {sums.cases} cases, {sums.runs} runs,"
         f" {counts['lost']} lost, {counts['unmarked']} unmarked, {counts['left']} left over,"
+        f" {counts['missing']} rows missing, {counts['repeated']} repeated,"
         f" {counts['other']} other mistakes, in {sums.seconds:.0f} s",
         flush=True,
     )
@@ -69,7 +70,7 @@ def as_json(broker: str, pipeline: str, sums: Sums) -> dict[str, Any]:
         "points": len(sums.points),
         "cases": sums.cases,
         "runs": sums.runs,
-        **{name: sums.counts[name] for name in ("lost", "unmarked", "left")},
+        **{name: sums.counts[name] for name in ("lost", "missing", "repeated", "unmarked", "left")},
         "mistakes": sums.counts["other"],
         "unsteady": [str(point) for point in sums.unsteady],
         "failures": [[str(failure.case), *failure.account.lines] for failure in sums.failures],

@@ -15,11 +15,11 @@ REACHED = {
     "plugin/": 1_900,
     "runs/": 5_110,
     "sensors/": 330,
-    "sinks/": 830,
+    "sinks/": 832,
     "spark/": 1_680,
     "staging/": 4_375,
     "submit/": 445,
-    "testing/": 3_760,
+    "testing/": 3_757,
     "triggers/": 170,
     "*.py": 560,
     "producers/engine/": 1_760,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 42_960,
-    "tests and scripts": 64_470,
+    "package": 42_964,
+    "tests and scripts": 64_498,
 }
 
 MODULE = '''"""A module.

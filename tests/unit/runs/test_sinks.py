@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +229,31 @@ def test_a_failed_commit_fails_its_batch(run: Run, monkeypatch: pytest.MonkeyPat
     run.ack()
     assert numbers(run) == []
     assert len(run.dead()) == 25
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_folder_that_cannot_be_listed_loses_no_row(
+    run: Run, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    # Given a disk that fails once, at some listing of a staged commit
+    pulled = run.process()
+    listed, scandir = count(), os.scandir
+
+    def failing(path: str) -> Any:
+        if "_staged/" in str(path) and next(listed) == number:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    batch(run, pulled)
+    monkeypatch.undo()
+    if run.depth()[2]:
+        batch(run, pulled, 2)
+        run.ack()
+
+    assert next(listed) > number
+    handled = Counter([*numbers(run), *run.dead()])
+    assert handled == Counter(range(1, 26))
 
 
 def test_without_handle_batch_the_rows_are_the_data(tmp_path: Path) -> None:
