@@ -261,6 +261,7 @@ class _BatchSink:
         self._commits = Commits(pipeline, plan.batcher, batches.ports.connections)
         self._acknowledger = RunAcknowledger(pipeline.producer, self)
         self._generations = plan.generations
+        self._has_sink = pipeline.batchers[plan.batcher].sink is not None
 
     def close(self) -> None:
         """Releases connections."""
@@ -274,6 +275,7 @@ class _BatchSink:
         self._settled_now = SettleReport()
         self._now: set[str] = set()
         self._released: set[str] = set()
+        self._committed = False
         messages = self._messages = self._reader.read(planned, self._ack_ref_of)
         if len(messages) != planned.size:  # an unread message would count as a success
             raise StagingError(
@@ -285,6 +287,10 @@ class _BatchSink:
             result = self._processor.handle(messages, batch.info, planned.refused)
         except Overtaken as overtaken:
             return batch.record_landed(overtaken.attempt), BatchResult([], [], [])
+        if self._has_sink and not self._committed:
+            earlier = batch.record_earlier(self._commits.rule_out)
+            if earlier is not None:
+                return earlier, BatchResult([], [], [])
         self._release(result)
         outcome = batch.record(
             successful=len(result.successful),
@@ -311,6 +317,7 @@ class _BatchSink:
             settled_now=self._settled_now.to_json(),
         )
         self._commits.commit(rows, commit)
+        self._committed = True
 
     def _ack_ref_of(self, receipt: StagedReceipt) -> AckRef:
         """Returns the acknowledger of a staged message; its reference is the generation."""

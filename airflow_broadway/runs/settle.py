@@ -102,6 +102,7 @@ def settle(
         if sinks and not complete:
             # From the intent on no try begins a commit; those begun before are ruled out.
             begin_settlement(run, record, settlement)
+            recorded.forget_outcomes()  # there may be more plans, batches and outcomes since
             resolver = connections or NoConnections()
             resolve(run, pipeline, record.generation, resolver, sinks, recorded=recorded)
             settlement, complete, progress, plans = decide()

@@ -64,9 +64,16 @@ class Commits:
         """
         if isinstance(rows, list):
             rows = table_of_rows(rows, self._pipeline.batchers[self._batcher].schema)
+        commit_rows(self._open(), rows, commit)
+
+    def rule_out(self, commit_ids: list[str]) -> Mapping[str, int]:
+        """Rules commits out; see :meth:`SinkClient.rule_out`."""
+        return self._open().rule_out(commit_ids)
+
+    def _open(self) -> SinkClient:
         if self._client is None:
             self._client = open_sink(self._pipeline, self._batcher, self._connections)
-        commit_rows(self._client, rows, commit)
+        return self._client
 
     def close(self) -> None:
         """Releases the connection; idempotent."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
@@ -41,13 +41,19 @@ from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, Task, open_generation, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
+from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sinks import LocalCommits
 from airflow_broadway.runs.sources.dead_letters import move_letters
 from airflow_broadway.runs.sources.past_run import PastRun
-from airflow_broadway.runs.sources.pipelines import prepare_sink, source_of, with_source
+from airflow_broadway.runs.sources.pipelines import (
+    Custodians,
+    prepare_sink,
+    source_of,
+    with_source,
+)
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
 from airflow_broadway.runs.watch import RunWatcher
-from airflow_broadway.staging.planner import plan_batches
+from airflow_broadway.staging.planner import plan_batches, planned_with_others
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settling.journal import Progress, record_settled
@@ -340,7 +346,31 @@ class BatchTask:
         if not generations:
             return None
         self._served = with_source(self.pipeline, source_of(self.staged, generations))
+        if self.pipeline.batchers[self.batcher].sink is not None:
+            self._settle_planned(generations)
         return plan_batches(self.staged, self._served, self.batcher, generations, try_label=label)
+
+    def _settle_planned(self, generations: Sequence[str]) -> None:
+        """Settles generations that are in a plan with others, as after a clear of one process task.
+
+        In a new plan their messages would be in other batches, and be committed again.
+        """
+        custodians = Custodians(self.pipeline, self.ports, self.staged)
+        with closing(custodians):
+            for name in planned_with_others(self.staged, self.batcher, generations):
+                log.warning(
+                    "Generation %s was planned with others: it is settled by its outcomes, and"
+                    " released without one.",
+                    name,
+                )
+                record = self.staged.generation(name)
+                settle(
+                    self.staged,
+                    record,
+                    self.pipeline,
+                    lambda record=record: custodians.of(record),  # type: ignore[misc]
+                    connections=self.ports.connections,
+                )
 
     def handle(self, plan: BatchPlan) -> dict[str, int] | None:
         """Runs ``handle_batch`` on each batch without an outcome; ``None`` if the engine is Spark.

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.formats.files import put_new, sync_folder
+from airflow_broadway.core.masking import reason_of
 from airflow_broadway.core.model.options import Options, is_template, option, options
 from airflow_broadway.core.model.rules import TEXT, Rule
 from airflow_broadway.core.model.sink import (
@@ -265,21 +266,30 @@ class _Client(SinkClient):
     def commit(self, rows: Any, commit: Commit) -> None:
         name = f"{commit.commit_id}-{commit.attempt}"
         staged = f"{_STAGED}/{name}"
-        with self._translated():
-            self.storage.remove(staged)
-            self._write(rows, staged, name)
-            self.storage.sync(staged)
-            files = self.storage.find(staged)
+        try:
+            with self._translated():
+                self.storage.remove(staged)
+                self._write(rows, staged, name)
+                self.storage.sync(staged)
+                files = self.storage.find(staged)
+        except SinkError as error:
+            # Ruling out removes files, also while they are written.
+            if self.storage.read(_marker(commit.commit_id)) is not None:
+                raise self._refused(commit, self._landed(commit.commit_id)) from error
+            raise
         value = {"attempt": commit.attempt, "batch": commit.batch.batch_id, "files": files}
         # Without an answer, a client may find what it wrote itself: so it is read.
         self.storage.create(_marker(commit.commit_id), json.dumps(value).encode())
         landed = self._landed(commit.commit_id)
         if landed != commit.attempt:
             self.storage.remove(staged)
-            raise CommitRefused(
-                f"the commit {commit.commit_id} to {self.options.uri} was "
-                + ("ruled out" if landed is None else f"made by attempt {landed}")
-            )
+            raise self._refused(commit, landed)
+
+    def _refused(self, commit: Commit, landed: int | None) -> CommitRefused:
+        return CommitRefused(
+            f"the commit {commit.commit_id} to {self.options.uri} was "
+            + ("ruled out" if landed is None else f"made by attempt {landed}")
+        )
 
     def landed(self, commit_ids: Collection[str]) -> Mapping[str, int]:
         with self._translated():
@@ -386,4 +396,4 @@ def _translated(uri: str) -> Iterator[None]:
     except SinkError:
         raise
     except Exception as error:
-        raise SinkError(f"{uri}: {type(error).__name__}: {error}") from error
+        raise SinkError(f"{uri}: {reason_of(error)}") from error

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ from airflow_broadway.core.formats.record_batch import BatchRecorder, Exceptions
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.connections import Connections, EnvironmentConnections
 from airflow_broadway.core.model.message import Status
-from airflow_broadway.core.model.sink import CommitInDoubt, SinkEnv
+from airflow_broadway.core.model.sink import CommitInDoubt, SinkClient, SinkEnv
 from airflow_broadway.core.stages.callbacks import end_span, log_failure, protected, status_of
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.spark.entries import Counts, Judge
@@ -192,10 +192,11 @@ class _Batch:
         """Handles the batch and records its outcome; see :meth:`BatchRunner.run`."""
         rows, result = self._run_callback()
         exceptions, counts, whole = self._write_exceptions(result)
-        size = self._planned.size
+        size, committed = self._planned.size, False
         if rows is not None and whole is None and counts.failed + counts.missing < size:
             try:
                 self._commit(rows, exceptions, counts)
+                committed = True
             except Overtaken as overtaken:
                 return self._batch.record_landed(overtaken.attempt)
             except (LeaseLapsed, CommitInDoubt, StagingError):
@@ -212,6 +213,10 @@ class _Batch:
                 extra={"code": "handle_batch_count_mismatch"},
             )
         self._app.check_alive()
+        if self._sink is not None and not committed:
+            earlier = self._batch.record_earlier(self._rule_out)
+            if earlier is not None:
+                return earlier
         return self._batch.record(
             successful=size - counts.failed - counts.missing,
             failed=counts.failed,
@@ -266,9 +271,19 @@ class _Batch:
             failed=counts.failed,
             missing=counts.missing,
         )
-        env = SinkEnv(connections=self._app.connections)
-        with closing(self._sink.open_spark(self._session, env)) as client:
+        with closing(self._open_sink()) as client:
             commit_rows(client, rows, commit)
+
+    def _rule_out(self, commit_ids: list[str]) -> Mapping[str, int]:
+        """Rules commits out; see :meth:`SinkClient.rule_out`."""
+        with closing(self._open_sink()) as client:
+            return client.rule_out(commit_ids)
+
+    def _open_sink(self) -> SinkClient:
+        client: SinkClient = self._sink.open_spark(
+            self._session, SinkEnv(connections=self._app.connections)
+        )
+        return client
 
     def _handle_batch(self, messages: DataFrame) -> object:
         pipeline = self._app.pipeline

@@ -93,6 +93,17 @@ def plan_batches(
     return plan
 
 
+def planned_with_others(run: StagedRun, batcher: str, generations: Sequence[str]) -> list[str]:
+    """Returns the published ones of generations, if they are only in plans with other ones."""
+    published = [name for name in dict.fromkeys(generations) if run.generation(name).published]
+    top, _, inputs = folder_of(batcher, published).rpartition("/")
+    planned = run.files.list(top)
+    if inputs in planned and Recorded(run).standing_in(f"{top}/{inputs}") is not None:
+        return []
+    seen = planned_in(run, [f"{top}/{name}" for name in planned if name != inputs])
+    return [name for name in published if name in seen]
+
+
 def folder_of(batcher: str, generations: Sequence[str]) -> str:
     """Returns the folder of a batcher's plans of these generations."""
     inputs = hashlib.sha256("\n".join(generations).encode()).hexdigest()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -29,8 +29,9 @@ from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
+from airflow_broadway.core.masking import reason_of
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
-from airflow_broadway.core.model.sink import Commit
+from airflow_broadway.core.model.sink import Commit, CommitInDoubt
 from airflow_broadway.core.text import cut
 
 log = logging.getLogger(__name__)
@@ -222,6 +223,31 @@ class OpenBatch:
         ids = commit_ids(plan, [self._batch])
         landed = dict.fromkeys(ids, attempt)
         return record_landed(recorder.files, plan, ids, landed, by=recorder.writer)[0]
+
+    def record_earlier(self, rule_out: Callable[[list[str]], Mapping[str, int]]) -> Outcome | None:
+        """Rules the batch's commit out, before an outcome of a batch without rows is recorded.
+
+        Otherwise a paused earlier try could still commit rows of messages that failed here.
+
+        :param rule_out: As of :class:`.SinkClient`.
+        :returns: The outcome of an earlier try, if its commit has landed.
+        :raises LeaseLapsed: If this run no longer holds the batch's messages.
+        :raises CommitInDoubt: If the sink cannot be reached.
+        """
+        recorder = self._recorder
+        if recorder.ownership.try_number <= 1:
+            return None
+        recorder.ownership.check(self._batch.sources, fresh=recorder.fresh)
+        ids = commit_ids(recorder.plan, [self._batch])
+        try:
+            landed = rule_out(list(ids))
+        except Exception as error:
+            raise CommitInDoubt(
+                f"an earlier try may commit the batch {self._batch.batch_id}, and its sink cannot"
+                f" be reached to rule that out ({reason_of(error)})"
+            ) from error
+        files, plan, by = recorder.files, recorder.plan, recorder.writer
+        return next(iter(record_landed(files, plan, ids, landed, by=by)), None)
 
     def _make_outcome(
         self,

@@ -6,7 +6,7 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -26,6 +26,7 @@ from airflow_broadway.runs.sinks import Commits
 from airflow_broadway.runs.tasks import BatchTask
 from airflow_broadway.sinks import ParquetFolder
 from airflow_broadway.sinks.parquet import _Disk
+from airflow_broadway.staging.settling.settlement import begin_settlement
 from tests.unit.runs.steps import Point, Run, Sums, dies, note, precede
 
 COMMIT = "airflow_broadway.runs.sinks:Commits.commit"
@@ -54,6 +55,7 @@ class Folder(Sums):
 
 
 def make(folder: Path, run_id: str = "manual__1", **options: Any) -> Run:
+    folder.mkdir(exist_ok=True)
     sink = {"sink": {"path": str(folder / "lake")}}
     options.setdefault("pipeline", Folder)
     return Run(folder, run_id, batchers={"default": sink}, **options)
@@ -78,11 +80,11 @@ def numbers(run: Run) -> list[Any]:
 GOOD = [each for each in range(1, 26) if each % 7 and each % 5]
 
 
-def batch(run: Run, pulled: Mapping[str, Any], try_number: int = 1) -> dict[str, int] | None:
+def batch(run: Run, *pulled: Mapping[str, Any], try_number: int = 1) -> dict[str, int] | None:
     """The batcher's task, with all that it does before it runs batches."""
     task = replace(run.task(-1, try_number), task_id="batch.default")
     work = BatchTask(run.staged, run.pipeline, task, run.ports, batcher="default")
-    plan = work.plan([pulled], label=str(try_number))
+    plan = work.plan(pulled, label=str(try_number))
     return None if plan is None else work.handle(plan)
 
 
@@ -124,7 +126,7 @@ def test_no_row_is_lost_or_doubled_where_a_process_dies(
     dies(lambda: batch(run, pulled), point)
 
     if retried:
-        batch(run, pulled, 2)
+        batch(run, pulled, try_number=2)
         run.ack()
     else:
         after_death(run)
@@ -139,7 +141,7 @@ def test_a_batch_whose_commit_has_landed_is_not_handled_again(run: Run) -> None:
     dies(lambda: batch(run, pulled), Point(COMMIT, "after", 1))
     before = len(run.calls())
 
-    counts = batch(run, pulled, 2)
+    counts = batch(run, pulled, try_number=2)
 
     # Then its messages that failed, fail as at the first try
     assert counts == {"batches": 3, "successful": len(GOOD), "failed": 5, "without_outcome": 0}
@@ -171,7 +173,7 @@ def test_the_commit_of_an_overlapping_try_stands(run: Run, monkeypatch: pytest.M
     pulled = run.process()
 
     def overtaken(*_: Any) -> None:
-        batch(run, pulled, 2)
+        batch(run, pulled, try_number=2)
 
     precede(monkeypatch, overtaken, Commits, "commit", once=True)
     with suppress(OwnershipLost):  # if its check is no longer fresh
@@ -181,6 +183,94 @@ def test_the_commit_of_an_overlapping_try_stands(run: Run, monkeypatch: pytest.M
     assert numbers(run) == GOOD
 
 
+def test_a_paused_try_commits_nothing_once_its_batch_has_failed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a try that is paused immediately before its first commit, while in a second one every
+    # batch fails
+    pulled = run.process()
+
+    def refuse(*_: Any) -> Any:
+        raise ValueError("no")
+
+    def fail(*_: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Folder, "handle_batch", refuse)
+            batch(run, pulled, try_number=2)
+
+    precede(monkeypatch, fail, Commits, "commit", once=True)
+    with suppress(OwnershipLost):
+        batch(run, pulled)
+    run.ack()
+
+    # Then no row is of a message that failed
+    assert numbers(run) == []
+    assert len(run.dead()) == 25
+
+
+def test_messages_do_not_fail_because_their_commit_is_ruled_out_while_it_is_written(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a commit whose files are removed after they were written, for another run rules it out
+    def rule_out(disk: _Disk, folder: str) -> None:
+        client = ParquetFolder(path=disk.root).open(SinkEnv())
+        client.rule_out([folder.removeprefix("_staged/").rpartition("-")[0]])
+        raise FileNotFoundError(folder)
+
+    pulled = run.process()
+    monkeypatch.setattr(_Disk, "sync", rule_out)
+
+    counts = batch(run, pulled)
+
+    assert counts == {"batches": 3, "successful": 0, "failed": 0, "without_outcome": 3}
+
+
+def watched(run: Run, *pulled: Mapping[str, Any], try_number: int = 1) -> None:
+    """The batcher's task of a run whose sensor looks after it, so that it does not settle."""
+    with closing(run.watcher()) as watcher:
+        watcher.heartbeat.beat()
+    batch(run, *pulled, try_number=try_number)
+
+
+def test_what_was_committed_before_a_settlement_began_counts(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a sweep that reads plans and outcomes before the batcher's task plans, and goes on after
+    pulled = run.process()
+    calls: list[str] = []
+
+    def late(*args: Any, **options: Any) -> bool:
+        if not calls:
+            calls.append("begin_settlement")
+            watched(run, pulled)
+        return begin_settlement(*args, **options)
+
+    monkeypatch.setattr("airflow_broadway.runs.settle.begin_settlement", late)
+
+    # When the process task is cleared
+    again = run.process(try_number=2)
+    batch(run, again, try_number=2)
+    run.ack()
+
+    assert calls
+    assert numbers(run) == GOOD
+
+
+def test_rows_of_other_process_tasks_stay_when_one_is_cleared(run: Run) -> None:
+    # Given a run of two process tasks whose batches hold messages of both
+    first = run.process(0, max_messages=13)
+    second = run.process(1)
+    watched(run, first, second)
+
+    # When the first one and the batcher's task are cleared
+    cleared = run.process(0, try_number=2)
+    watched(run, cleared, second, try_number=2)
+    run.ack()
+
+    assert numbers(run) == GOOD
+    assert run.depth()[:3] == (0, 0, 0)
+
+
 def test_rows_stay_when_the_process_task_is_cleared(run: Run) -> None:
     # Given a run of which two of three batches are committed, one without an outcome
     pulled = run.process()
@@ -188,7 +278,7 @@ def test_rows_stay_when_the_process_task_is_cleared(run: Run) -> None:
 
     # When its process task is cleared, and receives what is released
     again = run.process(try_number=2)
-    batch(run, again, 2)
+    batch(run, again, try_number=2)
     run.ack()
 
     assert numbers(run) == GOOD
