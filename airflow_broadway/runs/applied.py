@@ -8,10 +8,10 @@ committed is in the applied index.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
@@ -20,7 +20,7 @@ from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sinks import sink_batchers
 from airflow_broadway.runs.sources.pipelines import Custodians
 from airflow_broadway.staging.applied import AppliedIndex
-from airflow_broadway.staging.run_folder import SETTLED, StagedRun, iter_open
+from airflow_broadway.staging.run_folder import SETTLED, SETTLING, StagedRun, iter_open
 
 log = logging.getLogger(__name__)
 
@@ -57,34 +57,62 @@ class AppliedMessages:
         if not self._active or not any(message.redelivered for message in messages):
             return [], messages
         self._settle_lapsed()
-        applied = [m for m in messages if m.redelivered and m.message_id in self._index]
+        applied = [
+            message
+            for message in messages
+            if message.redelivered and self._index.has(message.message_id, self._sent_at(message))
+        ]
         if not applied:
             return [], messages
         ids = {message.message_id for message in applied}
         return applied, [m for m in messages if m.message_id not in ids]
 
+    def _sent_at(self, message: Message) -> datetime | None:
+        try:
+            sent_at: datetime | None = self._pipeline.producer.enqueued_at(message)
+        except (OverflowError, TypeError, ValueError):  # the timestamp may be forged
+            return None
+        return sent_at
+
     def _settle_lapsed(self) -> None:
-        """Settles other generations with a lapsed lease, and reads the index."""
+        """Settles other generations of the queue with a lapsed lease, and reads the index.
+
+        A settlement that has begun is completed: it may have released messages, as those behind a
+        failed one of their group, and not have added them to the index yet.
+        """
         staged, now = self._staged, self._staged.clock.now()
-        if now < self._again_at:
+        if now < self._again_at and not self._pipeline.producer.keeps_order:
             return
         again_at = now + _LONGEST
+        own = staged.generation(self._generation).lease
         custodians = Custodians(self._pipeline, self._ports, staged)
         with closing(custodians):
             for other, record in iter_open(staged.store, staged.pipeline, None):
                 if record.state == SETTLED or record.generation == self._generation:
                     continue
+                if not _is_of_queue(record.lease, own):
+                    continue
                 lapses = other.lease(record).deadline - _EARLY
-                if lapses > now:
+                if lapses > now and record.state != SETTLING:
                     again_at = min(again_at, lapses)
                     continue
-                log.info("The lease of generation %s has lapsed: settling it.", record.generation)
+                log.info(
+                    "Generation %s has lapsed, or is being settled: settling it.", record.generation
+                )
                 settle(
                     other,
                     record,
                     self._pipeline,
                     lambda record=record: custodians.of(record),  # type: ignore[misc]
+                    release_damaged=True,
                     connections=self._ports.connections,
                 )
         self._index.read_new(now)
         self._again_at = again_at
+
+
+def _is_of_queue(lease: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Returns whether two leases, as JSON, are of one queue."""
+    state, other = lease["state"], own["state"]
+    names = state.keys() & other.keys() & {"queue", "path"}
+    return lease["kind"] == own["kind"] and all(state[name] == other[name] for name in names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from datetime import datetime
 from typing import NamedTuple
 
 from airflow_broadway.core.custody.protocol import Custodian, Settlement
@@ -137,8 +138,10 @@ def _indexer(
         messages = applied_messages(
             run, generation, pipeline, plans, sinks, report.again, recorded=recorded
         )
-        if messages:
-            note_applied(run.store, run.pipeline, generation, messages, run.clock.now())
+        manifest = run.manifest(generation)
+        if messages and manifest is not None:
+            until = datetime.fromisoformat(manifest.ended_at)
+            note_applied(run.store, run.pipeline, generation, messages, run.clock.now(), until)
 
     return index
 
@@ -232,7 +235,8 @@ def _carry_out(
             publish(run, record, manifest, report)
 
     def between(report: SettleReport) -> None:
-        index(report)
+        if not settlement.damaged:  # otherwise its messages are unknown
+            index(report)
         archive(report)
 
     report = settle_generation(

@@ -15,11 +15,16 @@ from typing import Any
 import pytest
 
 from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.custody.protocol import Settlement
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
+from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.model.sink import SinkClient, SinkEnv, SinkError
+from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.sinks import Commits
 from airflow_broadway.sinks import ParquetFolder
 from airflow_broadway.staging.applied import KEPT, AppliedIndex, note_applied
+from airflow_broadway.staging.run_folder import PUBLISHED, SETTLED
 from airflow_broadway.staging.store import Store
 from tests.unit.runs.steps import Point, Run, Sums, balanced, dies, precede
 from tests.unit.runs.test_sinks import GOOD, batch, make, numbers
@@ -188,7 +193,7 @@ def test_a_fresh_message_is_handled_whatever_its_id(run: Run) -> None:
         queue.release("look")
     with closing(sqlite3.connect(run.folder / "queue.db")) as db, db:
         db.execute("UPDATE messages SET deliveries = 0")
-    note_applied(run.staged.store, "Sums", "g", ids, SystemClock().now())
+    note_applied(run.staged.store, "Sums", "g", ids, *[SystemClock().now()] * 2)
 
     batch(run, run.process())
     run.ack()
@@ -196,10 +201,79 @@ def test_a_fresh_message_is_handled_whatever_its_id(run: Run) -> None:
     assert numbers(run) == GOOD
 
 
+def test_an_id_that_is_used_again_by_a_later_message_is_handled(run: Run) -> None:
+    # Given redelivered messages that were sent after a generation with the same ids was received
+    with run.queue() as queue:
+        ids = [message.message_id for message in queue.receive("look", 25)]
+        queue.release("look")
+    now = SystemClock().now()
+    note_applied(run.staged.store, "Sums", "g", ids, now, now - timedelta(hours=1))
+
+    batch(run, run.process())
+    run.ack()
+
+    assert numbers(run) == GOOD
+
+
+def test_a_settlement_that_has_released_applied_messages_is_completed_first(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a settlement that releases committed messages, as those behind a failed one of their
+    # group, and dies before they are in the index; the lease has not lapsed
+    pulled = run.process()
+    handle(run, pulled)
+    real = SqliteQueue.settle
+
+    def release(self: Any, generation: str, *args: Any, **options: Any) -> SettleReport:
+        if generation != pulled["generation"]:
+            return real(self, generation, *args, **options)
+        real(self, generation, Settlement(rest=RELEASE))
+        return SettleReport(released=25, again=ComingAgain(all_but=True))
+
+    monkeypatch.setattr(SqliteQueue, "settle", release)
+    dies(run.ack, Point(NOTE, "before"))
+
+    # When another run receives them
+    later = after(run)
+    batch(later, later.process())
+    later.ack()
+
+    assert numbers(run) == GOOD
+
+
+def test_a_lapsed_generation_whose_manifest_is_damaged_stops_no_run(run: Run) -> None:
+    pulled = run.process()
+    lapse(run)
+    generation = pulled["generation"]
+    [file] = (run.folder / "staging").rglob(f"{generation}/manifest.json")
+    file.write_text("{")
+
+    assert after(run).process()["received"] == 25
+    assert run.staged.state(generation) == SETTLED
+
+
+def test_lapsed_generations_of_another_queue_are_not_settled(run: Run, tmp_path: Path) -> None:
+    # Given a run of the same pipeline with another queue, whose lease has lapsed
+    handle(run, run.process())
+    lapse(run)
+
+    # When a run receives redelivered messages
+    other = make(tmp_path / "other", "manual__2", store=run.staged.store)
+    other.send(range(1, 26))
+    with other.queue() as queue:
+        queue.receive("look", 25)
+        queue.release("look")
+    batch(other, other.process())
+    other.ack()
+
+    assert numbers(other) == GOOD
+    assert {record.state for record in run.staged.generations()} == {PUBLISHED}
+
+
 def test_a_run_without_redelivered_messages_reads_no_index(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note_applied(run.staged.store, "Sums", "g", ["a"], SystemClock().now())
+    note_applied(run.staged.store, "Sums", "g", ["a"], *[SystemClock().now()] * 2)
     monkeypatch.setattr(AppliedIndex, "read_new", lambda *_: pytest.fail("it was read"))
 
     assert run.process()["received"] == 25
@@ -221,21 +295,21 @@ def test_a_pipeline_without_sinks_reads_no_index(
 def test_old_files_of_the_index_are_removed(tmp_path: Path) -> None:
     store = Store.open(f"file://{tmp_path}/staging")
     now = SystemClock().now()
-    note_applied(store, "Sums", "old", ["a"], now - KEPT - timedelta(seconds=1))
-    note_applied(store, "Sums", "new", ["b"], now - KEPT + timedelta(seconds=1))
-    note_applied(store, "Sums", "new", ["c"], now)
+    note_applied(store, "Sums", "old", ["a"], now - KEPT - timedelta(seconds=1), now)
+    note_applied(store, "Sums", "new", ["b"], now - KEPT + timedelta(seconds=1), now)
+    note_applied(store, "Sums", "new", ["c"], now, now)
 
     index = AppliedIndex(store, "Sums")
     index.read_new(now)
 
-    assert [key in index for key in "abc"] == [False, True, False]
+    assert [index.has(key) for key in "abc"] == [False, True, False]
     assert len(list((tmp_path / "staging" / "Sums" / "_applied").iterdir())) == 1
 
 
 def test_a_damaged_index_stops_the_run(run: Run) -> None:
     handle(run, run.process())
     lapse(run)
-    note_applied(run.staged.store, "Sums", "g", ["a"], SystemClock().now())
+    note_applied(run.staged.store, "Sums", "g", ["a"], *[SystemClock().now()] * 2)
     [file] = (run.folder / "staging" / "Sums" / "_applied").iterdir()
     file.write_text("{")
 
