@@ -9,15 +9,15 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 640,
     "cli/": 1_290,
-    "core/": 8_425,
+    "core/": 8_440,
     "hooks/": 80,
     "operators/": 645,
     "plugin/": 1_900,
-    "runs/": 5_110,
+    "runs/": 5_170,
     "sensors/": 330,
-    "sinks/": 832,
-    "spark/": 1_680,
-    "staging/": 4_375,
+    "sinks/": 840,
+    "spark/": 1_685,
+    "staging/": 4_390,
     "submit/": 445,
     "testing/": 3_757,
     "triggers/": 170,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 42_964,
-    "tests and scripts": 64_498,
+    "package": 43_080,
+    "tests and scripts": 64_610,
 }
 
 MODULE = '''"""A module.

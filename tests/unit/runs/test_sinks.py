@@ -338,7 +338,7 @@ def test_a_folder_that_cannot_be_listed_loses_no_row(
     batch(run, pulled)
     monkeypatch.undo()
     if run.depth()[2]:
-        batch(run, pulled, 2)
+        batch(run, pulled, try_number=2)
         run.ack()
 
     assert next(listed) > number
