@@ -156,7 +156,10 @@ class OneTask(Batches):
 
 
 class Commits(Batches):
-    """Commits the numbers of each batch to a folder of Parquet files: each exactly once."""
+    """Commits the numbers of each batch to a folder of Parquet files: each exactly once.
+
+    A number is not written as one, since ids of Pub/Sub's emulator are numbers, too.
+    """
 
     batchers = {
         "default": Batcher(
@@ -166,7 +169,7 @@ class Commits(Batches):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         failed = [message.failed("five") for message in messages if message.data % 5 == 2]
-        return Rows([{"number": m.data} for m in messages if m.data % 5 != 2], failed=failed)
+        return Rows([{"number": f"n{m.data}"} for m in messages if m.data % 5 != 2], failed=failed)
 
 
 class Refills(Batches):
