@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -326,6 +327,12 @@ def dies(step: Callable[[], object], point: Point) -> None:
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
+def _send(by: int) -> None:
+    """Sends a signal to this process, and waits: another thread may be the one that receives it."""
+    os.kill(os.getpid(), by)
+    time.sleep(0.2)
+
+
 def deadly(point: Point, by: int = signal.SIGKILL) -> Any:
     """Patches a function so that this process sends itself a signal at a point."""
     owner_path, _, name = point.function.rpartition(".")
@@ -339,10 +346,10 @@ def deadly(point: Point, by: int = signal.SIGKILL) -> Any:
         count += counts
         at_point = counts and count == point.nth
         if at_point and point.moment == "before":
-            os.kill(os.getpid(), by)
+            _send(by)
         result = function(*args, **kwargs)
         if at_point and point.moment == "after":
-            os.kill(os.getpid(), by)
+            _send(by)
         return result
 
     return mock.patch.object(owner, name, struck)

@@ -174,10 +174,10 @@ def test_empty_receive_is_repeated_after_interval(run):
 @options(receive_concurrency=8, receive_interval=5.0)
 def test_quiet_queue_is_polled_by_one_request(run):
     assert list(run.source.receive(1000, timeout=0)) == []
-    first = run.fake.requests["ReceiveMessage"]
-    assert first <= 8
     while run.source._polls.flying:  # threads that have not started
         time.sleep(0.001)
+    first = run.fake.requests["ReceiveMessage"]
+    assert first <= 8
     run.clock.advance(5.0)
 
     assert list(run.source.receive(1000, timeout=0)) == []
