@@ -183,7 +183,7 @@ def test_a_paused_process_is_refused(subject: SinkSubject) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_process_paused_at_any_moment_is_refused(subject: SinkSubject) -> None:
-    _pause(subject, 100 if isinstance(subject, SparkSubject) else 300)
+    _pause(subject, 50 if isinstance(subject, SparkSubject) else 300)
 
 
 def _break_commit(client: Any, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
