@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -340,6 +341,50 @@ def test_a_tombstone_of_spark_refuses_a_commit_of_python(spark_subject: SparkSub
             python.commit(rows_of("a"), commit_of("b1.0"))
         assert python.landed(["b1.0"]) == python.rule_out(["b1.0"]) == {}
     assert list(spark_subject.read()) == []
+
+
+@pytest.mark.spark
+@needs_tables
+@pytest.mark.parametrize("rival", ["python", "spark"])
+def test_delta_refuses_a_write_that_began_before_the_tombstone(tmp_path: Path, rival: str) -> None:
+    made = sink_subjects.delta(tmp_path / "table")
+    subject = SparkSubject(made.sink, made.read, mixed=rival == "python")
+    begun, ended = str(tmp_path / "begun"), str(tmp_path / "ended")
+
+    def wait(batches: Any) -> Any:
+        open(begun, "w").close()
+        while not os.path.exists(ended):
+            time.sleep(0.05)
+        yield from batches
+
+    # Given a driver whose executors write files
+    results: list[Any] = []
+    with closing(subject.open()) as driver, closing(subject.open()) as settlement:
+        session = driver.session  # type: ignore[attr-defined]
+        rows = session.createDataFrame(rows_of("a")).coalesce(1)
+        waiting = rows.mapInArrow(wait, rows.schema)
+        client = driver.client  # type: ignore[attr-defined]
+
+        def commit() -> None:
+            try:
+                client.commit(waiting, commit_of("b1.0"))
+            except Exception as error:
+                results.append(error)
+
+        thread = threading.Thread(target=commit)
+        thread.start()
+        while thread.is_alive() and not os.path.exists(begun):
+            time.sleep(0.05)
+
+        # When its commit is ruled out before they end
+        assert settlement.rule_out(["b1.0"]) == {}
+        open(ended, "w").close()
+        thread.join()
+
+    # Then it is refused, and its files are no part of the table
+    assert [type(each) for each in results] == [CommitRefused], results
+    assert list((tmp_path / "table").glob("*.parquet"))
+    assert list(subject.read()) == []
 
 
 # -- PostgreSQL from Spark -------------------------------------------------------------------------
