@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 
 def outlets_of(pipeline: Pipeline, batchers: Iterable[str]) -> list[Asset]:
-    """Returns the assets that some batchers declare as their outlets."""
-    names = (name for batcher in batchers for name in pipeline.batchers[batcher].outlets)
+    """Returns the assets that some batchers update."""
+    names = (name for batcher in batchers for name in pipeline.batchers[batcher].assets)
     return [Asset(name) for name in dict.fromkeys(names)]
 
 
@@ -70,9 +70,10 @@ def emit_outlet_events(
     heads = list(heads)
     declared: dict[str, set[str]] = {}  # outlet → the batchers of this task that declare it
     for head in heads:
-        for name in pipeline.batchers[head.batcher].outlets:
+        for name in pipeline.batchers[head.batcher].assets:
             declared.setdefault(name, set()).add(head.batcher)
-    missing = sorted(declared.keys() - {getattr(asset, "name", "") for asset in operator.outlets})
+    promised = {name for head in heads for name in pipeline.batchers[head.batcher].outlets}
+    missing = sorted(promised - {getattr(asset, "name", "") for asset in operator.outlets})
     if missing:
         log.warning(
             "The outlets %s are declared by batchers, but are not this task's: they get no event."
@@ -83,7 +84,7 @@ def emit_outlet_events(
     if not operator.outlets:
         return
     by_batcher = successful_outcomes(run, heads)
-    others = {name for batcher in pipeline.batchers.values() for name in batcher.outlets}
+    others = {name for batcher in pipeline.batchers.values() for name in batcher.assets}
     updated = []
     for outlet in operator.outlets:
         if not isinstance(outlet, Asset):  # an alias, whose events are the user's own

@@ -95,6 +95,7 @@ class PythonBatches:
         """Runs the batches; returns counts of batches, messages by result, and missing outcomes.
 
         :raises OwnershipLost: If a later run of the task has begun.
+        :raises SinkError: If the batcher has another sink than when they were planned.
         """
         counts = _zero_counts()
         recorder = self._begin()
@@ -114,6 +115,7 @@ class PythonBatches:
 
     def _run(self, recorder: BatchRecorder, counts: dict[str, int]) -> None:
         options = self.pipeline.batchers[self.plan.batcher]
+        self.plan.check_sink(options.sink)
         # Read after fencing: from now on, an earlier execution records nothing that counts.
         outcome_reader = Recorded(self.staged)
         recorded = outcome_reader.recorded(self.plan)

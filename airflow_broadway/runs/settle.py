@@ -7,7 +7,7 @@ message is decided in :mod:`airflow_broadway.staging.settling.settlement`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -88,7 +88,6 @@ def settle(
     recorded = recorded or Recorded(run)
     served = pipeline_of(pipeline, record)
     names = list(pipeline.batchers if batchers is None else batchers)
-    sinks = [name for name in names if pipeline.batchers[name].sink is not None]
 
     def decide() -> tuple[Settlement, bool, Progress, list[BatchPlan]]:
         plans = recorded.deciding(names, record.generation)
@@ -99,6 +98,7 @@ def settle(
         return *settlement, plans
 
     try:
+        sinks = _batchers_with_sink(pipeline, names, recorded)
         settlement, complete, progress, plans = decide()
         if sinks and not complete:
             # From the intent on no try begins a commit; those begun before are ruled out.
@@ -114,11 +114,23 @@ def settle(
             raise
         log.error("All of generation %s is released: %s", record.generation, error)
         settlement, progress = Settlement(rest=RELEASE, damaged=True), Progress()
-        plans = []
+        plans, sinks = [], []
     if settlement.expected is None and not settlement.damaged and not own:
         _record_crash(run, record)
     index = _indexer(run, record, served, plans, sinks, recorded)
     return _carry_out(run, record, custodian, settlement, progress, index)
+
+
+def _batchers_with_sink(
+    pipeline: Pipeline, batchers: Iterable[str], recorded: Recorded
+) -> list[str]:
+    """Returns the batchers that have a sink, or had one when a plan was written."""
+    return [
+        name
+        for name in batchers
+        if pipeline.batchers[name].sink is not None
+        or any(plan.sink is not None for plan in recorded.plans(name))
+    ]
 
 
 def _indexer(

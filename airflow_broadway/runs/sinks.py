@@ -157,10 +157,11 @@ def record_landed_batches(
 
     Called when an earlier process of the task began batches.
 
-    :raises SinkError: If a sink cannot be read.
+    :raises SinkError: If a sink cannot be read, or is another than when they were planned.
     """
     for head in plans.open_heads:
-        if pipeline.batchers[head.batcher].sink is None:
+        head.check_sink(pipeline.batchers[head.batcher].sink)
+        if head.sink is None:
             continue
         batches = [batch for plan, batch in plans.open_batches() if plan is head]
         ids = commit_ids(head, batches)
@@ -183,14 +184,18 @@ def resolve(
     """Resolves the batches in doubt that hold messages of a generation.
 
     :param batchers: The batchers with a sink; default: all of the pipeline.
-    :raises SinkError: If a sink cannot be reached: the generation cannot be settled yet.
+    :raises SinkError: If a sink cannot be reached, or is another than when the batches were
+        planned: the generation cannot be settled yet.
     """
     for batcher in sink_batchers(pipeline) if batchers is None else batchers:
-        plans = [plan for plan in recorded.plans(batcher) if generation in plan.generations]
+        plans = [p for p in recorded.plans(batcher) if p.sink and generation in p.generations]
         in_doubt = [(plan, _undecided(recorded, plan, generation)) for plan in plans]
         ids = [key for plan, batches in in_doubt for key in commit_ids(plan, batches)]
         if not ids:
             continue
+        for plan, batches in in_doubt:
+            if batches:
+                plan.check_sink(pipeline.batchers[batcher].sink)
         log.info("%s of %r without an outcome: ruling them out.", many(len(ids), "batch"), batcher)
         with closing(open_sink(pipeline, batcher, connections)) as client:
             landed = client.rule_out(list(dict.fromkeys(ids)))
@@ -216,7 +221,8 @@ def rule_out_batches(
     landed: set[str] = set()
     for batch in batches:
         head = heads[batch.batch_id]
-        if pipeline.batchers[head.batcher].sink is None:
+        head.check_sink(pipeline.batchers[head.batcher].sink)
+        if head.sink is None:
             continue
         ids = commit_ids(head, [batch])
         with closing(open_sink(pipeline, head.batcher, connections)) as client:

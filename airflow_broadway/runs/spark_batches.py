@@ -75,6 +75,8 @@ class SparkBatches:
             self.plans = OpenPlans(self.staged, planned_by)
         except FileNotFoundError:
             raise StagingError(self._missing_plans(planned_by)) from None
+        for head in self.plans.open_heads:
+            head.check_sink(self.pipeline.batchers[head.batcher].sink)
         #: Chooses the batches of each application.
         self.isolation = Isolation(
             self.staged,

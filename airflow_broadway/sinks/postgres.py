@@ -69,7 +69,8 @@ class PostgresTable(Options, Sink):
 
     @property
     def uri(self) -> str:
-        return f"postgres://{self.conn_id}/{self.table.replace('.', '/')}"
+        # Airflow's PostgreSQL provider refuses assets of the scheme "postgres" without a database.
+        return f"x-postgres://{self.conn_id}/{self.table.replace('.', '/')}"
 
     @property
     def connection_ids(self) -> tuple[str, ...]:

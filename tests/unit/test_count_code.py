@@ -9,11 +9,11 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 640,
     "cli/": 1_290,
-    "core/": 8_440,
+    "core/": 8_455,
     "hooks/": 80,
     "operators/": 645,
     "plugin/": 1_900,
-    "runs/": 5_170,
+    "runs/": 5_185,
     "sensors/": 330,
     "sinks/": 840,
     "spark/": 1_685,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 43_080,
-    "tests and scripts": 64_650,
+    "package": 43_115,
+    "tests and scripts": 64_720,
 }
 
 MODULE = '''"""A module.

@@ -12,6 +12,7 @@ from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import VERSION, SealedFile
 from airflow_broadway.core.formats.sums import checked
 from airflow_broadway.core.model.message import Status
+from airflow_broadway.core.model.sink import Sink, SinkError
 from airflow_broadway.core.version import __version__, known_fields
 
 
@@ -95,6 +96,7 @@ class BatchPlan(SealedFile):
     :param triggers: Trigger → batches.
     :param root_id: The staging root that it was written under.
     :param host: The host that wrote it, for display.
+    :param sink: The URI of the batcher's sink when it was written; ``None`` without a sink.
     :param notes: Notes for users, e.g. that there are very many batches, and the way out.
     :param lines: Line count, bytes and SHA-256 of what follows the header.
     """
@@ -111,6 +113,7 @@ class BatchPlan(SealedFile):
     triggers: dict[str, int]
     root_id: str
     host: str
+    sink: str | None = None
     notes: list[str] = field(default_factory=list)
     lines: dict[str, Any] | None = None
     version: int = VERSION
@@ -134,6 +137,22 @@ class BatchPlan(SealedFile):
         if header.path != path or any("/" in file or "\\" in file for file in header.data):
             raise StagingError(f"{name} names files outside its folder: it was modified")
         return header, header._batches(lines, name)
+
+    def check_sink(self, sink: Sink | None) -> None:
+        """Checks that the batcher still has the sink that it had when this plan was written.
+
+        The commits of a plan are in one table, which alone can rule them out.
+
+        :param sink: The batcher's sink now.
+        :raises SinkError: If it has another.
+        """
+        uri = None if sink is None else sink.uri
+        if uri != self.sink:
+            raise SinkError(
+                f"the batches in {self.path} were planned for {self.sink or 'no sink'}, but the"
+                f" batcher {self.batcher!r} now has {uri or 'no sink'}: deploy the earlier pipeline"
+                " until the run is settled, then change its sink"
+            )
 
     def _batches(self, lines: Iterator[str], name: str) -> Iterator[PlannedBatch]:
         for line in checked(lines, self.lines, name):

@@ -240,7 +240,7 @@ class Batcher(Options):
         rule=Rule("a sink, such as ParquetFolder(…)", lambda v: isinstance(v, Sink)).or_none(),
         doc="The table or folder to which the rows of each batch are committed exactly once.  Then"
         " ``handle_batch`` returns the rows; without ``handle_batch`` they are the message id and"
-        " the columns of ``data``: see ``docs/sinks.md``.",
+        " the columns of ``data``: see ``docs/sinks.md``.  Its URI is an outlet, too.",
     )
     outlets: Any = option(
         default=(),
@@ -273,6 +273,16 @@ class Batcher(Options):
                 f"False with engine={self.engine!r}: only Spark batchers run in an application",
                 self.own_application,
             )
+
+    @property
+    def assets(self) -> tuple[str, ...]:
+        """Names of the assets that its batches update: its outlets, and its sink's URI.
+
+        A sink with a template is none, since assets are determined while the Dag is parsed.
+        """
+        if self.sink is None or is_template(self.sink.uri):
+            return tuple(self.outlets)
+        return (*self.outlets, self.sink.uri)
 
     @property
     def staged_timeout(self) -> float | None:

@@ -21,7 +21,7 @@ from airflow.triggers.base import BaseEventTrigger
 from airflow_broadway import Batcher, Broadway, Message, backlog
 from airflow_broadway.adapters import backlog as adapter
 from airflow_broadway.adapters.host import Host
-from airflow_broadway.adapters.outlets import emit_outlet_events
+from airflow_broadway.adapters.outlets import emit_outlet_events, outlets_of
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.plan import BatchPlan
@@ -32,6 +32,7 @@ from airflow_broadway.producers import RabbitMQProducer, SqliteProducer, SqliteQ
 from airflow_broadway.runs.backlog.crossings import Runs
 from airflow_broadway.runs.outcomes import event_extra
 from airflow_broadway.sensors.backlog import BroadwayBacklogSensor
+from airflow_broadway.sinks import DeltaTable, ParquetFolder, PostgresTable
 from airflow_broadway.triggers.backlog import BroadwayBacklogReachedTrigger, BroadwayBacklogTrigger
 from tests.unit.operators.context import task_context
 
@@ -54,6 +55,13 @@ class Batched(Orders):
 
     def handle_batch(self, batcher: str, messages: Any, info: Any, context: Any) -> Any:
         return [m.failed("no") if m.data == b"bad" else m for m in messages]
+
+
+class Committed(Orders):
+    batchers = {"default": Batcher(engine="python", sink=ParquetFolder(path="/replaced"))}
+
+    def handle_batch(self, batcher: str, messages: Any, info: Any, context: Any) -> Any:
+        return [{"text": message.data.decode()} for message in messages]
 
 
 class OnSpark(Orders):
@@ -415,6 +423,33 @@ def test_batcher_outlets_belong_to_the_task_that_handles_batches():
     assert names["g.batch.kept"] == ["passed", "s3://lake/kept"]
     assert names["g.batch.thrown"] == ["passed", "s3://lake/thrown", "s3://lake/all"]
     assert names["g.process"] == names["g.ack"] == []
+
+
+@pytest.mark.parametrize(
+    ("sink", "asset"),
+    [
+        (ParquetFolder(path="/lake/orders"), "file:///lake/orders"),
+        (ParquetFolder(path="/lake/{{ ds }}"), None),
+        (DeltaTable(path="s3://lake/orders"), "s3://lake/orders"),
+        (PostgresTable(table="sales.orders"), "x-postgres://postgres_default/sales/orders"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_sink_of_a_batcher_is_an_outlet(sink: Any, asset: str | None) -> None:
+    outlets = outlets_of(Batched(batchers={"kept": {"sink": sink}}), ["kept"])
+    assert [outlet.uri for outlet in outlets] == ["s3://lake/kept", *([asset] if asset else [])]
+
+
+def test_event_of_a_sink_has_counts(queue: Any, tmp_path: Any) -> None:
+    queue.send([b"good", b"old"])
+    lake = Asset(f"file://{tmp_path}/lake")
+    pipeline = Committed(batchers={"default": {"sink": {"path": f"{tmp_path}/lake"}}})
+    task = batcher_task("default", pipeline, processed(pipeline), lake)
+    context: Any = {**task_context("one"), "outlet_events": {lake: SimpleNamespace(extra={})}}
+
+    task.execute(context)
+
+    assert context["outlet_events"][lake].extra["successful"] == 2
 
 
 def test_outlet_event_has_counts_and_batch_ids(queue):

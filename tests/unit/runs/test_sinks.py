@@ -307,6 +307,58 @@ def test_a_generation_stays_unsettled_while_its_sink_cannot_be_reached(
     assert numbers(run) == GOOD
 
 
+def after_change(run: Run, sink: Any, run_id: str) -> Run:
+    """Returns a run of the same pipeline after its batcher's sink was changed."""
+    return Run(
+        run.folder,
+        run_id,
+        pipeline=Folder,
+        finished=[run.run_id],
+        create=False,
+        batchers={"default": {"sink": sink}},
+    )
+
+
+@pytest.mark.parametrize("sink", [{"path": "/elsewhere"}, None], ids=["moved", "removed"])
+def test_batches_are_not_resolved_in_another_sink_than_they_were_planned_for(
+    run: Run, sink: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a commit that has landed without an outcome
+    pulled = run.process()
+    dies(lambda: batch(run, pulled), Point(COMMIT, "after", 1))
+
+    # When the batcher has another sink
+    changed = after_change(run, sink, run.run_id)
+    with pytest.raises(SinkError, match=r"were planned for file://.*deploy the earlier pipeline"):
+        batch(changed, pulled, try_number=2)
+    with pytest.raises(SinkError, match=r"were planned for file://.*deploy the earlier pipeline"):
+        changed.ack()
+    later = after_change(run, sink, "manual__2")
+    later.process()
+
+    # Then nothing is redelivered until it has its own again
+    assert run.depth()[2] == 25
+    run.ack()
+    after_death(run)
+    assert numbers(run) == GOOD
+
+
+def test_batches_that_were_planned_without_a_sink_are_released_after_one_was_added(
+    run: Run,
+) -> None:
+    without = after_change(run, None, run.run_id)
+    plan = BatchTask(
+        without.staged, without.pipeline, without.task(-1), without.ports, batcher="default"
+    ).plan([pulled := run.process()], label="1")
+    assert plan is not None
+
+    with pytest.raises(SinkError, match="were planned for no sink"):
+        batch(run, pulled)
+    run.ack()
+
+    assert run.depth() == (22, 0, 0, 3)
+
+
 def test_a_failed_commit_fails_its_batch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: _Disk, folder: str) -> None:
         raise OSError(28, "No space left on device")
