@@ -104,6 +104,20 @@ class LazyFailures(Folder):
         return Rows(messages.select("data.n"), failed=failed(marked))
 
 
+class Outage(Folder):
+    """Fails once an outage has begun."""
+
+    @staticmethod
+    def begin(calls: str) -> None:
+        """Begins the outage."""
+        Path(f"{calls}.outage").touch()
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        if Path(f"{context['calls']}.outage").exists():
+            raise OSError("the sink's lookup is away")
+        return super().handle_batch(batcher, messages, batch_info, context)
+
+
 class ReturnsNone(Folder):
     def rows(self, messages: Any) -> Any:
         return None
@@ -303,6 +317,25 @@ def test_a_paused_driver_is_refused_by_the_next_try(run: Run, drivers: Drivers) 
     run.ack()
     assert numbers(run) == GOOD
     assert run.depth() == (0, 0, 0, len(DEAD))
+
+
+def test_a_paused_driver_commits_nothing_once_its_batch_has_failed(
+    tmp_path: Path, drivers: Drivers
+) -> None:
+    # Given a driver that is paused before it commits, and a next try in which every batch fails
+    run = make(tmp_path, pipeline=Outage)
+    run.send([1, 2, 3])
+    task = Task(run, run.process(), drivers)
+    _, pid, _ = task.begin(Point(CREATE, "before", 1), signal.SIGSTOP)
+    Outage.begin(run.calls_path)
+    task.run()
+
+    drivers.resume(pid)
+    run.ack()
+
+    # Then no row is of a message that failed
+    assert numbers(run) == []
+    assert run.dead() == [1, 2, 3]
 
 
 def test_without_handle_batch_the_rows_are_the_data(tmp_path: Path, drivers: Drivers) -> None:
