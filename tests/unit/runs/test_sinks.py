@@ -208,6 +208,44 @@ def test_a_paused_try_commits_nothing_once_its_batch_has_failed(
     assert len(run.dead()) == 25
 
 
+class Poisoned(Folder):
+    """Its process dies at the number 3, once a first try has handled it."""
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        again = Path(f"{context['calls']}.again")
+        if again.exists() and any(each.data == 3 for each in messages):
+            os._exit(9)
+        again.touch()
+        return super().handle_batch(batcher, messages, batch_info, context)
+
+
+def test_a_paused_try_commits_nothing_once_its_batch_was_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a try that is paused immediately before its commit, while the processes of a second one
+    # die at a message, so that the batch is split down to it
+    run = make(tmp_path, pipeline=Poisoned)
+    object.__setattr__(run.pipeline.producer, "max_crashes", 1)
+    run.send([1, 2, 3, 4])
+    pulled = run.process()
+
+    def split(*_: Any) -> None:
+        task = replace(run.task(-1, 2), task_id="batch.default", forks=True)
+        work = BatchTask(run.staged, run.pipeline, task, run.ports, batcher="default")
+        plan = work.plan([pulled], label="2")
+        assert plan is not None
+        work.handle(plan)
+
+    precede(monkeypatch, split, Commits, "commit", once=True)
+    with suppress(OwnershipLost):
+        batch(run, pulled)
+    run.ack()
+
+    # Then each row is of one commit, and none is of the message that was dead-lettered
+    assert numbers(run) == [1, 2, 4]
+    assert run.dead() == [3]
+
+
 def test_messages_do_not_fail_because_their_commit_is_ruled_out_while_it_is_written(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
