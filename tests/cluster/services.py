@@ -33,7 +33,7 @@ class PostgreSQL:
 
     def __init__(self, folder: Path, address: str) -> None:
         self._data, self._address, self._port = folder / "data", address, free_port()
-        self._bin = _find_postgres()
+        self._bin = find_postgres()
         if os.geteuid() == 0 and shutil.which("unshare") is None:
             raise ServiceMissing("PostgreSQL does not run as root: start this as another user")
         # PostgreSQL refuses to run as root, also as the root of a user namespace.
@@ -76,7 +76,11 @@ class PostgreSQL:
             raise ServiceMissing(f"PostgreSQL's {program} failed: see {calls}")
 
 
-def _find_postgres() -> Path:
+def find_postgres() -> Path:
+    """Returns the folder of PostgreSQL's programs.
+
+    :raises ServiceMissing: If it is not installed.
+    """
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     found = shutil.which("initdb")
     for folder in [*folders, *([Path(found).resolve().parent] if found else [])]:

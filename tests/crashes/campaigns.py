@@ -6,22 +6,22 @@ import multiprocessing
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from airflow_broadway.testing.crashes.account import Account, Violation
 from airflow_broadway.testing.crashes.campaign import Campaign, Sums, UnsoundPipeline
 from airflow_broadway.testing.crashes.case import Case, Result
 from airflow_broadway.testing.crashes.points import Fault, Strike
-from airflow_broadway.testing.crashes.sink import rows_of
 from airflow_broadway.testing.crashes.spark import uses_spark, warm_spark
 from airflow_broadway.testing.crashes.subject import Subject
 from tests.crashes.checks import check_archive, check_order
-from tests.crashes.pipelines import PIPELINES, Commits, Struck
+from tests.crashes.pipelines import PIPELINES, Commits, CommitsToPostgres, Struck
 from tests.crashes.subjects import SUBJECTS, MakeSubject
+from tests.crashes.subjects_sinks import has_postgresql, postgresql
 
 MESSAGES = [b"%d" % number for number in range(12)]
 
@@ -87,6 +87,7 @@ def pipelines_of(broker: str) -> list[str]:
         name
         for name, each in PIPELINES.items()
         if (spark or not uses_spark(each))
+        and not (each is CommitsToPostgres and not has_postgresql())
         and not (batches and _has_no_batches(each))
         and name != "refills"
     ]
@@ -98,7 +99,13 @@ def _has_no_batches(pipeline: type[Struck]) -> bool:
 
 #: Over the embedded queue: shares and pairs.  A point has some nineteen cases, and one of each
 #: point comes before a second one of any: at 0.055 every point is struck every time.
-_EMBEDDED = {"batches": (0.055, 20), "no batchers": (0.055, 10)}
+_EMBEDDED = {
+    "batches": (0.055, 20),
+    "no batchers": (0.055, 10),
+    "commits": (0.05, 20),
+    "commits to delta": (0.05, 20),
+    "commits to postgres": (0.05, 20),
+}
 
 
 def plans_of(broker: str) -> list[Plan]:
@@ -136,7 +143,8 @@ def campaigns(
         and broker != "sqlite"
         and not any(plan.restarts for plan in plans)
     )
-    with SUBJECTS[broker]() as make:
+    tables = any(PIPELINES[plan.pipeline] is CommitsToPostgres for plan in plans)
+    with SUBJECTS[broker]() as make, postgresql() if tables else nullcontext():
         strike = partial(_struck, make, jobs=1 if beside else jobs, seed=seed, only=only)
         if not beside:
             yield from map(strike, plans)
@@ -205,24 +213,6 @@ def _made(make: MakeSubject, pipeline: type[Struck], folder: Path) -> Subject:
     subject = make(pipeline, folder)
     subject.hold_failed, subject.unstaged = pipeline.hold_failed, pipeline.unstaged
     subject.checks = check_archive, check_order
-    if pipeline is Commits:
-        _give_sink(subject)
+    if issubclass(pipeline, Commits):
+        pipeline.place(subject).give()
     return subject
-
-
-def _give_sink(subject: Subject) -> None:
-    """Gives a subject the folder that its batches are committed to, and counts the rows there."""
-    lake, overrides = subject.work / "lake", subject.overrides
-    options = {"batchers": {"default": {"sink": {"path": str(lake)}}}}
-
-    def read(_: Path) -> list[dict[str, Any]]:
-        import pyarrow.dataset as ds
-
-        table = ds.dataset(lake).to_table(use_threads=False) if lake.exists() else None
-        return table.to_pylist() if table else []
-
-    def rows(ids: Sequence[str]) -> Counter[str]:
-        return rows_of(read, subject.work, subject.folder / "log.txt", ids)
-
-    subject.overrides = lambda: {**overrides(), **options}  # type: ignore[method-assign]
-    subject.rows = rows  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,9 +25,10 @@ from airflow_broadway import (
     Rows,
 )
 from airflow_broadway.producers.sqlite import SqliteProducer
-from airflow_broadway.sinks import ParquetFolder
+from airflow_broadway.sinks import DeltaTable, ParquetFolder, PostgresTable
 from airflow_broadway.spark import failed
 from airflow_broadway.testing.crashes.campaign import Family
+from tests.crashes.subjects_sinks import Delta, Folder, Place, Postgres
 
 _PRODUCER = SqliteProducer(queue="crashes", path="/given", retry=RetryPolicy(max_attempts=2))
 
@@ -166,10 +168,21 @@ class Commits(Batches):
             engine="python", batch_size=4, batch_timeout=None, sink=ParquetFolder(path="/given")
         )
     }
+    place: ClassVar[type[Place]] = Folder
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         failed = [message.failed("five") for message in messages if message.data % 5 == 2]
         return Rows([{"number": f"n{m.data}"} for m in messages if m.data % 5 != 2], failed=failed)
+
+
+class CommitsToDelta(Commits):
+    batchers = {"default": replace(Commits.batchers["default"], sink=DeltaTable(path="/given"))}
+    place = Delta
+
+
+class CommitsToPostgres(Commits):
+    batchers = {"default": replace(Commits.batchers["default"], sink=PostgresTable(table="a.b"))}
+    place = Postgres
 
 
 class Refills(Batches):
@@ -202,6 +215,8 @@ PIPELINES: dict[str, type[Struck]] = {
     "archives": Archives,
     "one task": OneTask,
     "commits": Commits,
+    "commits to delta": CommitsToDelta,
+    "commits to postgres": CommitsToPostgres,
     "refills": Refills,
     "on spark": OnSpark,
     "mixed": Mixed,

@@ -1,4 +1,4 @@
-"""A fixed part of the campaign of ``make faults``: some 350 runs over the embedded queue.
+"""A fixed part of the campaign of ``make faults``: some 850 runs over the embedded queue.
 
 The campaign is a program of its own: it forks, and a test session has threads.
 """
@@ -21,7 +21,14 @@ from tests.crashes.pipelines import PIPELINES
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 #: Of the cases of each pipeline, where it is not the least.
-SHARES = {"batches": 0.0016, "no batchers": 0.0025, "one task": 0.0016}
+SHARES = {
+    "batches": 0.0016,
+    "no batchers": 0.0025,
+    "one task": 0.0016,
+    "commits": 0.006,
+    "commits to delta": 0.006,
+    "commits to postgres": 0.006,
+}
 LEAST = 0.0008
 
 

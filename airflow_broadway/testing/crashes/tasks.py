@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from airflow_broadway.core.model.connections import EnvironmentConnections
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import Budget
@@ -87,7 +88,12 @@ def execute(
     :raises BroadwayError: If it fails.
     """
     run = StagedRun(Store.open(staging), pipeline=pipeline.name, dag_id=DAG, run_id=attempt.run_id)
-    ports = Ports(is_over=attempt.is_over, interrupts=(TaskTimeOut,), max_shutdown=2.0)
+    ports = Ports(
+        connections=EnvironmentConnections(),
+        is_over=attempt.is_over,
+        interrupts=(TaskTimeOut,),
+        max_shutdown=2.0,
+    )
     task = Task(
         dag_id=DAG,
         run_id=attempt.run_id,
