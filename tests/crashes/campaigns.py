@@ -168,7 +168,7 @@ def _struck(
     """Runs a plan; returns it with its results, those of restarts apart."""
     pipeline = PIPELINES[plan.pipeline]
     folder = Path(tempfile.mkdtemp(prefix="crashes-", dir=in_memory()))
-    campaign = Campaign(partial(_made, make, pipeline), MESSAGES, folder)
+    campaign = Campaign(partial(made, make, pipeline), MESSAGES, folder)
     spark = uses_spark(pipeline)
     with warm_spark() if spark else nullcontext():
         try:
@@ -208,7 +208,7 @@ def _unsound(error: UnsoundPipeline) -> Sums:
     return Sums(parts={("", ""): Counter(other=1)}, failures=[failure])
 
 
-def _made(make: MakeSubject, pipeline: type[Struck], folder: Path) -> Subject:
+def made(make: MakeSubject, pipeline: type[Struck], folder: Path) -> Subject:
     """A subject with the set-up of its pipeline."""
     subject = make(pipeline, folder)
     subject.hold_failed, subject.unstaged = pipeline.hold_failed, pipeline.unstaged

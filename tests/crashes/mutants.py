@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from airflow_broadway.testing.crashes.campaign import Campaign
 from airflow_broadway.testing.crashes.case import Case, Recovery
 from airflow_broadway.testing.crashes.points import Fault, Strike
-from tests.crashes.campaigns import MESSAGES, in_memory
+from tests.crashes.campaigns import MESSAGES, in_memory, made
 from tests.crashes.pipelines import PIPELINES
 from tests.crashes.subjects import SUBJECTS
 
@@ -96,6 +96,13 @@ def a_backfill_does_not_empty_its_sink() -> None:
     mutant.prepare_sink = lambda run, pipeline, env: None
 
 
+def a_commit_is_ruled_out_without_a_tombstone() -> None:
+    from airflow_broadway.sinks import delta
+
+    mutant: Any = delta._Client
+    mutant.rule_out = mutant.landed
+
+
 class Mutant(NamedTuple):
     """A guard that is gone, and the case that must find it.
 
@@ -169,6 +176,15 @@ MUTANTS: dict[str, Mutant] = {
             broker="sqlite backfill",
             pipeline="refills",
         ),
+        Mutant(
+            a_commit_is_ruled_out_without_a_tombstone,
+            "one/batch.default/1",
+            "append",
+            Fault.ASLEEP_BEFORE,
+            Recovery.NEXT_RUN,
+            "repeated in the sink",
+            pipeline="commits to delta",
+        ),
     )
 }
 
@@ -177,7 +193,7 @@ def main(name: str) -> None:
     """Breaks the code, strikes it once, and prints the account."""
     mutant = MUTANTS[name]
     with tempfile.TemporaryDirectory(dir=in_memory()) as folder, SUBJECTS[mutant.broker]() as make:
-        make_subject = partial(make, PIPELINES[mutant.pipeline])
+        make_subject = partial(made, make, PIPELINES[mutant.pipeline])
         campaign = Campaign(make_subject, MESSAGES, Path(folder))
         alone, _ = campaign.baseline().points
         point = next(

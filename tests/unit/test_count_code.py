@@ -19,7 +19,7 @@ REACHED = {
     "spark/": 1_685,
     "staging/": 4_390,
     "submit/": 445,
-    "testing/": 3_757,
+    "testing/": 3_765,
     "triggers/": 170,
     "*.py": 560,
     "producers/engine/": 1_760,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 43_115,
-    "tests and scripts": 64_720,
+    "package": 43_120,
+    "tests and scripts": 64_950,
 }
 
 MODULE = '''"""A module.
