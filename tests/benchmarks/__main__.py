@@ -50,6 +50,9 @@ def parts(quick: bool) -> dict[str, Part]:
         "s3": lambda: import_module("tests.benchmarks.s3").bench_s3(
             **({"sizes": ((10_000, 1_000),)} if quick else {})
         ),
+        "sinks": lambda: import_module("tests.benchmarks.sinks").bench_sinks(
+            **({"rows": 10_000, "tries": 1} if quick else {})
+        ),
         "spark": lambda: import_module("tests.benchmarks.spark").bench_spark(),
         "rabbitmq": lambda: import_module("tests.benchmarks.rabbitmq").bench_rabbitmq(
             **({"sizes": {}, "tries": 1} if quick else {})
