@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from rich.console import Console
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
@@ -31,7 +32,8 @@ from scripts.demo_screen import Screen
 from scripts.load_flights import FLIGHTS, add_arguments, flights, load
 from scripts.local_airflow import ApiError, LocalAirflow, LocalAirflowError, free_port
 
-DAG_ID = "flights"
+#: The DAG by its sink.
+DAGS = {"parquet": "flights", "delta": "delta_flights"}
 
 #: The folder of queue and output, next to the report.
 FOLDER = FLIGHTS_QUEUE.parent
@@ -41,6 +43,18 @@ PAUSE = 0.5
 
 #: Seconds after which a run is given up.
 PATIENCE = 1_800.0
+
+
+#: The columns that its pipeline returns.
+_TEXTS = ("message_id", "batcher", "origin", "flight", "tailnum", "dest")
+_TIMES = ("scheduled_at", "departed_at")
+_NUMBERS = ("dep_delay", "arr_delay", "air_time", "distance", "hour")
+_FIELDS: list[Any] = [
+    *(pa.field(name, pa.string()) for name in _TEXTS),
+    *(pa.field(name, pa.timestamp("us", tz="UTC")) for name in _TIMES),
+    *(pa.field(name, pa.int32()) for name in _NUMBERS),
+]
+ROWS = pa.schema(_FIELDS)
 
 
 class DemoError(RuntimeError):
@@ -54,12 +68,23 @@ class Demo:
     :param home: AIRFLOW_HOME.
     :param messages: How many flights; all if ``None``.
     :param seed: Choose them at random by it.
+    :param sink: A name of :data:`DAGS`.
     """
 
     def __init__(
-        self, screen: Screen, folder: Path, home: Path, *, messages: int | None, seed: int | None
+        self,
+        screen: Screen,
+        folder: Path,
+        home: Path,
+        *,
+        messages: int | None,
+        seed: int | None,
+        sink: str = "parquet",
     ) -> None:
         self.screen = screen
+        self.sink, self.dag_id = sink, DAGS[sink]
+        #: The name of its pipeline, the folder of its runs.
+        self._pipeline = {"parquet": "Flights", "delta": "DeltaFlights"}[sink]
         self.folder = folder
         self.home = home
         self.output = folder / "output"
@@ -87,7 +112,7 @@ class Demo:
         self._fill()
         self.screen.step("Starting Airflow")
         self.airflow.wait_healthy()
-        self.airflow.wait_for_dag(DAG_ID)
+        self.airflow.wait_for_dag(self.dag_id)
         self._end_old_runs()
         self.seconds["start"] = time.monotonic() - begun
         self.screen.step(f"Airflow is healthy at {self.airflow.url}")
@@ -100,7 +125,7 @@ class Demo:
         self.screen.close()
         try:
             if self._running is not None:
-                self.airflow.set_run_state(DAG_ID, self._running, "failed")
+                self.airflow.set_run_state(self.dag_id, self._running, "failed")
         except (LocalAirflowError, OSError):
             pass  # it does not answer any more; the next start of the demo sees to the run
         finally:
@@ -113,6 +138,8 @@ class Demo:
         for old in self.folder.glob(f"{FLIGHTS_QUEUE.name}*"):
             old.unlink()
         self.queue.create()
+        if self.sink == "delta":
+            self._create_table()
         wanted = FLIGHTS if self.messages is None else min(self.messages, FLIGHTS)
         begun = time.monotonic()
         source = self.expected.watch(flights(self.messages, self.seed))
@@ -120,13 +147,27 @@ class Demo:
         self.seconds["load"] = time.monotonic() - begun
         self.screen.step(f"Sent {sent:,} flights to {shown(Path(self.queue.path))}")
 
+    def _create_table(self) -> None:
+        """Creates the Delta Lake table, which a sink does not.
+
+        :raises DemoError: If Delta Lake's jars for Spark are missing.
+        """
+        if not any((ROOT / "build" / "tables").glob("delta-*.jar")):
+            raise DemoError(
+                "Spark needs Delta Lake's jars, and there are none in build/tables: run"
+                " scripts/setup.sh --tables, which needs mvn"
+            )
+        from deltalake import DeltaTable
+
+        DeltaTable.create(self.output / "flights", schema=ROWS, partition_by=["origin"])
+
     def _end_old_runs(self) -> None:
         """Ends what a killed demo, or an interrupted `make up`, left: its queue is no more."""
-        path = f"/dags/{DAG_ID}/dagRuns"
+        path = f"/dags/{self.dag_id}/dagRuns"
         response = self.airflow.api("GET", path, state=["queued", "running"])
         for run in response["dag_runs"]:
-            self.airflow.set_run_state(DAG_ID, run["dag_run_id"], "failed")
-        self.airflow.pause(DAG_ID, paused=False)
+            self.airflow.set_run_state(self.dag_id, run["dag_run_id"], "failed")
+        self.airflow.pause(self.dag_id, paused=False)
 
     def _drain(self) -> Iterator[Run]:
         """Runs the DAG until the queue has nothing left; yields each run."""
@@ -148,10 +189,10 @@ class Demo:
                 time.sleep(1.0)
 
     def _run_once(self) -> Run:
-        run_id = self._running = self.airflow.trigger(DAG_ID, {"output": str(self.output)})
-        self.screen.step(f"Triggered the DAG {DAG_ID}, run {run_id}")
+        run_id = self._running = self.airflow.trigger(self.dag_id, {"output": str(self.output)})
+        self.screen.step(f"Triggered the DAG {self.dag_id}, run {run_id}")
         # What the run stages there is read for the progress, and its report at the end.
-        folder = self.home / "broadway" / "Flights" / DAG_ID / encode_name(run_id)
+        folder = self.home / "broadway" / self._pipeline / self.dag_id / encode_name(run_id)
         deadline = time.monotonic() + PATIENCE
         while True:
             dag_run, tasks = self._look(run_id)
@@ -177,7 +218,9 @@ class Demo:
     def _look(self, run_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Describes the run and its tasks."""
         self.airflow.check_alive()
-        return self.airflow.dag_run(DAG_ID, run_id), self.airflow.task_instances(DAG_ID, run_id)
+        return self.airflow.dag_run(self.dag_id, run_id), self.airflow.task_instances(
+            self.dag_id, run_id
+        )
 
 
 def _ack_report(folder: Path) -> Mapping[str, Any]:
@@ -209,6 +252,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         "--folder", type=Path, default=FOLDER, help="where the queue and the output go"
     )
     parser.add_argument("--home", type=Path, default=home_of(ROOT), help="Airflow's home")
+    parser.add_argument("--sink", choices=sorted(DAGS), default="parquet", help="of its rows")
     options = parser.parse_args(None if arguments is None else list(arguments))
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     signal.signal(signal.SIGINT, _interrupt)
@@ -224,6 +268,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
             options.home.resolve(),
             messages=options.messages,
             seed=options.seed,
+            sink=options.sink,
         )
         report = demo.run()
         screen.close()
@@ -231,10 +276,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
         path.write_text(json.dumps(report, indent=2) + "\n")
         show(report, path, console)
         if report["mistakes"]:
-            logs = shown(demo.home / "logs" / f"dag_id={DAG_ID}")
+            logs = shown(demo.home / "logs" / f"dag_id={demo.dag_id}")
             raise DemoError("\n  ".join(["", *report["mistakes"], f"The tasks' logs: {logs}"]))
         if options.keep:
-            console.print(f"\nAirflow keeps running at {demo.airflow.url}/dags/{DAG_ID}; Ctrl-C.")
+            console.print(
+                f"\nAirflow keeps running at {demo.airflow.url}/dags/{demo.dag_id}; Ctrl-C."
+            )
             with contextlib.suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(1.0)

@@ -205,6 +205,10 @@ def _dead_letters(queue: SqliteQueue) -> dict[str, Any]:
 def _dataset(folder: Path) -> ds.Dataset | None:
     if not folder.is_dir():
         return None
+    if (folder / "_delta_log").is_dir():
+        from deltalake import DeltaTable
+
+        return DeltaTable(folder).to_pyarrow_dataset()
     return ds.dataset(folder, format="parquet", partitioning="hive")
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import deltalake
 import psutil
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
@@ -25,6 +26,7 @@ import pytest
 from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import ROOT, airflow_env, home_of
 from tests.airflow_home import made_home
+from tests.unit.spark.session import TABLES
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark]
 
@@ -105,6 +107,19 @@ def end(process: subprocess.Popen[str]) -> None:
         process.wait(60)
     if process.stdout is not None:
         process.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not TABLES, reason="no jars of Delta Lake: scripts/setup.sh --tables")
+def test_the_demo_commits_to_a_delta_table(tmp_path):
+    done = run(tmp_path / "demo", "--sink", "delta", "--messages", str(JANUARY.flights))
+
+    assert done.code == 0, done.text
+    assert done.report["mistakes"] == []
+    table = deltalake.DeltaTable(done.folder / "output" / "flights").to_pyarrow_table()
+    assert table.num_rows == JANUARY.rows
+    assert pc.count_distinct(table["message_id"]).as_py() == JANUARY.rows
 
 
 @pytest.fixture(
