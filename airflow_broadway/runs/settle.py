@@ -20,7 +20,7 @@ from airflow_broadway.core.formats.layout import read_json
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.runs.sinks import resolve, sink_batchers
+from airflow_broadway.runs.sinks import resolve, rule_out_deletion, sink_batchers
 from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.applied import note_applied
 from airflow_broadway.staging.archive.publication import publish
@@ -106,6 +106,7 @@ def settle(
             recorded.forget_outcomes()  # there may be more plans, batches and outcomes since
             resolver = connections or NoConnections()
             resolve(run, pipeline, record.generation, resolver, sinks, recorded=recorded)
+            rule_out_deletion(pipeline, record, resolver)
             settlement, complete, progress, plans = decide()
         if over and not complete:
             _record_interruption(run, record, plans, recorded)

@@ -10,22 +10,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
+from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import ConversionError
-from airflow_broadway.core.formats.commits import commit_id, commit_ids, commit_rows, record_landed
+from airflow_broadway.core.formats.commits import (
+    commit_id,
+    commit_ids,
+    commit_rows,
+    deletion_id,
+    land,
+    record_landed,
+)
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.connections import Connections
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.model.sink import Commit, SinkClient, SinkEnv
+from airflow_broadway.core.model.run_source import Interval, RunSource
+from airflow_broadway.core.model.sink import Commit, Sink, SinkClient, SinkEnv
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.core.stages.batch_processor import CommitRows
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.staging.plan_choice import Recorded
-from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name
 
 log = logging.getLogger(__name__)
@@ -142,6 +152,46 @@ def table_of_rows(rows: Sequence[Any], schema: str | None) -> Any:
     return pa.table(columns)
 
 
+# -- backfills -------------------------------------------------------------------------------------
+
+
+def time_sinks(pipeline: Pipeline) -> list[Sink]:
+    """Returns the sinks that have a time column, each table once."""
+    sinks = [options.sink for options in pipeline.batchers.values() if options.sink is not None]
+    return list({sink.uri: sink for sink in sinks if sink.time_column}.values())
+
+
+def delete_interval(pipeline: Pipeline, env: ProducerEnv, interval: Interval) -> None:
+    """Deletes the rows of an interval in sinks with a time column, once per generation.
+
+    The settlement of a generation rules its deletion out: a paused process that wakes up later
+    would delete what others have committed.
+
+    :param env: The generation that begins.
+    :raises SinkError: If a table cannot be reached.
+    """
+    key = deletion_id(env.generation)
+    commit = Commit(commit_id=key, attempt=1, batch=None, pipeline=pipeline.name)
+    for sink in time_sinks(pipeline):
+        log.info("Deleting the rows of %s from %s.", sink.uri, interval)
+        with closing(sink.open(SinkEnv(connections=env.connections))) as client:
+            land(client, commit, partial(client.delete, interval, commit))
+
+
+def rule_out_deletion(
+    pipeline: Pipeline, record: GenerationRecord, connections: Connections
+) -> None:
+    """Rules out the deletion of a generation that is about to be settled.
+
+    :raises SinkError: If a table cannot be reached.
+    """
+    if RunSource.from_json(record.source).interval is None:
+        return
+    for sink in time_sinks(pipeline):
+        with closing(sink.open(SinkEnv(connections=connections))) as client:
+            client.rule_out([deletion_id(record.generation)])
+
+
 # -- batches in doubt ------------------------------------------------------------------------------
 
 
@@ -211,14 +261,14 @@ def rule_out_batches(
     heads: Mapping[str, BatchPlan],
     batches: Iterable[PlannedBatch],
     connections: Connections,
-) -> set[str]:
+) -> None:
     """Rules out the commits of batches that are about to be split or dead-lettered.
 
+    Batches whose commit has landed have an outcome afterwards.
+
     :param heads: The plans, by batch id.
-    :returns: The ids of the batches whose commit has landed; they have an outcome now.
     :raises SinkError: If a sink cannot be reached.
     """
-    landed: set[str] = set()
     for batch in batches:
         head = heads[batch.batch_id]
         head.check_sink(pipeline.batchers[head.batcher].sink)
@@ -227,9 +277,7 @@ def rule_out_batches(
         ids = commit_ids(head, [batch])
         with closing(open_sink(pipeline, head.batcher, connections)) as client:
             attempts = client.rule_out(list(ids))
-        outcomes = record_landed(run.files, head, ids, attempts, by=host_name())
-        landed.update(outcome.batch_id for outcome in outcomes)
-    return landed
+        record_landed(run.files, head, ids, attempts, by=host_name())
 
 
 def _undecided(recorded: Recorded, plan: BatchPlan, generation: str) -> Iterable[PlannedBatch]:

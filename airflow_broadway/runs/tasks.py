@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from functools import partial
+from operator import call
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.protocol import QueueDepth
@@ -35,7 +36,7 @@ from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.reports import report_backlog
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.plans import OpenPlans
-from airflow_broadway.runs.poison.child_process import ChildProcess
+from airflow_broadway.runs.poison.child_process import ChildProcess, run_in_child
 from airflow_broadway.runs.poison.isolation import Isolation
 from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, Task, open_generation, producer_env
@@ -347,7 +348,9 @@ class BatchTask:
             return None
         self._served = with_source(self.pipeline, source_of(self.staged, generations))
         if self.pipeline.batchers[self.batcher].sink is not None:
-            self._settle_planned(generations)
+            settled = planned_with_others(self.staged, self.batcher, generations)
+            if settled:
+                self._run(lambda: self._settle_planned(settled))
         return plan_batches(self.staged, self._served, self.batcher, generations, try_label=label)
 
     def _settle_planned(self, generations: Sequence[str]) -> None:
@@ -357,7 +360,7 @@ class BatchTask:
         """
         custodians = Custodians(self.pipeline, self.ports, self.staged)
         with closing(custodians):
-            for name in planned_with_others(self.staged, self.batcher, generations):
+            for name in generations:
                 log.warning(
                     "Generation %s was planned with others: it is settled by its outcomes, and"
                     " released without one.",
@@ -388,6 +391,7 @@ class BatchTask:
             self.task.file_name,
             folder=TRIES,
             connections=self.ports.connections,
+            run=self._run,
             most=MOST_PROCESSES,
             cleared=self.task.cleared,
         )
@@ -407,6 +411,10 @@ class BatchTask:
             if forked or (forks and isolation.careful):
                 return self._batches.count()
             return self._batches.run()
+
+    def _run(self, work: Callable[[], object]) -> None:
+        """Runs work on sinks; in a child process if batches may be handled in another."""
+        (run_in_child if self.task.forks else call)(work)
 
     def _handle_in_child(self, plan: BatchPlan, isolation: Isolation) -> str:
         """Runs batches in a child process, which may crash; returns the exception of its work."""

@@ -12,12 +12,13 @@ greater one it would follow a commit that has landed.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from airflow_broadway.core.masking import reason_of
 from airflow_broadway.core.model.options import Options, option, options
-from airflow_broadway.core.model.rules import CONN_ID, matching, one_of
+from airflow_broadway.core.model.rules import CONN_ID, TEXT, matching, one_of
+from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.model.sink import (
     Commit,
     CommitInDoubt,
@@ -29,6 +30,7 @@ from airflow_broadway.core.model.sink import (
 from airflow_broadway.sinks.fencing import (
     KEPT_DAYS,
     RULED_OUT,
+    TIME_COLUMN,
     has_landed,
     import_client,
     spark_reason,
@@ -59,6 +61,8 @@ class DeltaTable(Options, Sink):
         rule=one_of("strict", "merge"),
         doc="``merge`` adds new columns to the table; ``strict`` refuses them.",
     )
+
+    time_column: str | None = option(default=None, rule=TEXT.or_none(), doc=TIME_COLUMN)
 
     @property
     def uri(self) -> str:
@@ -146,18 +150,43 @@ class _Client(SinkClient):
             raise SinkError(f"{self._uri} cannot be read: {reason_of(error)}") from None
 
     def commit(self, rows: Any, commit: Commit) -> None:
-        table = self.load()
-        recorded = self._recorded(table, [commit.commit_id])
-        if has_landed(recorded.get(commit.commit_id), commit, self._uri):
-            return
-        try:
+        def append(table: Any, properties: Any) -> None:
             self._deltalake.write_deltalake(
                 table,
                 rows,
                 mode="append",
                 schema_mode="merge" if self._sink.schema_mode == "merge" else None,
-                commit_properties=self._properties(_COMMITTED, {commit.commit_id: commit.attempt}),
+                commit_properties=properties,
             )
+
+        self._commit(commit, append)
+
+    def delete(self, interval: Interval, commit: Commit) -> None:
+        column = self._sink.time_column
+        start, end = (f"'{time.isoformat()}'" for time in interval)
+
+        def delete(table: Any, properties: Any) -> None:
+            deleted = table.delete(
+                f'"{column}" >= {start} AND "{column}" < {end}', commit_properties=properties
+            )
+            if not deleted["num_deleted_rows"]:  # then nothing was committed
+                table.create_write_transaction(
+                    [], "append", table.schema(), commit_properties=properties
+                )
+
+        self._commit(commit, delete)
+
+    def _commit(self, commit: Commit, write: Callable[[Any, Any], None]) -> None:
+        """Writes with the handle that read the transaction identifier.
+
+        :param write: Takes the table and the commit's properties.
+        """
+        table = self.load()
+        recorded = self._recorded(table, [commit.commit_id])
+        if has_landed(recorded.get(commit.commit_id), commit, self._uri):
+            return
+        try:
+            write(table, self._properties(_COMMITTED, {commit.commit_id: commit.attempt}))
         except self._deltalake.exceptions.SchemaMismatchError as error:
             raise SinkError(
                 f"{self._uri} has other columns than the rows: {reason_of(error)}; nothing was"

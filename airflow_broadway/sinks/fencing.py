@@ -10,6 +10,11 @@ from airflow_broadway.core.model.sink import Commit, CommitRefused, SinkError
 
 #: The attempt that a tombstone records; those of commits begin at 1.
 RULED_OUT: Final = 0
+#: A sink's option ``time_column``.
+TIME_COLUMN: Final = (
+    "The column of times whose values lie in the interval of a backfill: a run of a past interval"
+    " deletes its rows first.  Without it earlier rows stay."
+)
 #: Days for which commit ids are kept at least: longer than any broker retains a message.
 KEPT_DAYS: Final = 32
 

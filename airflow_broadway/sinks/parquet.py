@@ -277,7 +277,7 @@ class _Client(SinkClient):
             if self.storage.read(_marker(commit.commit_id)) is not None:
                 raise self._refused(commit, self._landed(commit.commit_id)) from error
             raise
-        value = {"attempt": commit.attempt, "batch": commit.batch.batch_id, "files": files}
+        value = {"attempt": commit.attempt, "files": files}
         # Without an answer, a client may find what it wrote itself: so it is read.
         self.storage.create(_marker(commit.commit_id), json.dumps(value).encode())
         landed = self._landed(commit.commit_id)

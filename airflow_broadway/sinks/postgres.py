@@ -23,6 +23,7 @@ from airflow_broadway.core.masking import reason_of
 from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.model.options import Options, option, options
 from airflow_broadway.core.model.rules import CONN_ID, matching
+from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.model.sink import (
     Commit,
     CommitRefused,
@@ -34,6 +35,7 @@ from airflow_broadway.core.model.sink import (
 from airflow_broadway.sinks.fencing import (
     KEPT_DAYS,
     RULED_OUT,
+    TIME_COLUMN,
     has_landed,
     import_client,
     spark_reason,
@@ -65,6 +67,12 @@ class PostgresTable(Options, Sink):
         default="public.broadway_commits",
         rule=_TABLE,
         doc="The table of commit ids, in the same database; created if it does not exist.",
+    )
+
+    time_column: str | None = option(
+        default=None,
+        rule=matching(_NAME, "the name of a column").or_none(),
+        doc=TIME_COLUMN,
     )
 
     @property
@@ -122,6 +130,15 @@ class _Client(SinkClient):
             with session.cursor().copy(self._compose(text, rows.column_names)) as copy:
                 for start in range(0, len(rows), _COPIED_ROWS):
                     copy.write(_as_csv(rows.slice(start, _COPIED_ROWS)))
+
+        self._commit(commit, write)
+
+    def delete(self, interval: Interval, commit: Commit) -> None:
+        def write(session: Session) -> None:
+            session.execute("SET LOCAL timezone = 'UTC'")  # of a column without a time zone
+            text = "DELETE FROM {table} WHERE {columns} >= %s AND {columns} < %s"
+            columns = [str(self._sink.time_column)]
+            session.execute(self._compose(text, columns), [interval.start, interval.end])
 
         self._commit(commit, write)
 

@@ -20,11 +20,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import deltalake
+import psycopg
+import pyarrow as pa
 import pytest
 
 from airflow_broadway.core.formats.commits import commit_rows
+from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.model.sink import CommitInDoubt, CommitRefused, SinkEnv, SinkError
-from airflow_broadway.sinks import DeltaTable
+from airflow_broadway.sinks import DeltaTable, delta
 from airflow_broadway.testing.sinks import SinkContract, SinkSubject, commit_of, rows_of
 from tests import sink_subjects
 from tests.cluster.services import PostgreSQL, ServiceMissing
@@ -527,3 +531,93 @@ def test_no_plan_of_spark_shows_the_password(staged: SparkSubject) -> None:
     texts = [f"{plan.physicalPlanDescription()} {plan.description()}" for plan in plans]
     assert any("SaveIntoDataSourceCommand" in text for text in texts)
     assert not any("s3cr3t" in text for text in texts)
+
+
+# -- deletions -------------------------------------------------------------------------------------
+
+DAY = Interval(datetime(2013, 1, 2, tzinfo=UTC), datetime(2013, 1, 3, tzinfo=UTC))
+#: The first instant of the day, the last one, and those next to it.
+TIMES = [
+    datetime(2013, 1, 1, 23, 59, 59, tzinfo=UTC),
+    datetime(2013, 1, 2, tzinfo=UTC),
+    datetime(2013, 1, 2, 23, 59, 59, tzinfo=UTC),
+    datetime(2013, 1, 3, tzinfo=UTC),
+]
+
+
+def _times(kind: str) -> list[datetime]:
+    return [at if kind == "timestamptz" else at.replace(tzinfo=None) for at in TIMES]
+
+
+def _timed_delta(folder: Path, kind: str) -> SinkSubject:
+    kinds: dict[str, Any] = {
+        "timestamptz": pa.timestamp("us", tz="UTC"),
+        "timestamp": pa.timestamp("us"),
+        "date": pa.date32(),
+    }
+    times: Any = pa.array(_times(kind)).cast(kinds[kind], safe=False)
+    rows = pa.table({"message_id": list("abcd"), "at": times})
+    deltalake.write_deltalake(folder, rows)
+
+    def read() -> list[str]:
+        return [str(v) for v in deltalake.DeltaTable(folder).to_pyarrow_table()["message_id"]]
+
+    return SinkSubject(DeltaTable(path=str(folder), time_column="at"), read)
+
+
+def _timed_postgres(server: PostgreSQL, kind: str) -> SinkSubject:
+    made = sink_subjects.postgres(*_address(server))
+    sink: Any = made.sink
+    host, port = _address(server)
+    with psycopg.connect(host=host, port=port, user="airflow", dbname="airflow") as session:
+        session.execute("SET timezone = 'America/New_York'")
+        session.execute(f"ALTER TABLE {sink.table} ADD COLUMN at {kind}")
+        for name, at in zip("abcd", _times(kind), strict=True):
+            session.execute(f"INSERT INTO {sink.table} VALUES (%s, 1, %s)", [name, at])
+        session.execute("ALTER DATABASE airflow SET timezone = 'America/New_York'")
+    return SinkSubject(dataclasses.replace(sink, time_column="at"), made.read, made.env)
+
+
+@pytest.mark.parametrize("kind", ["timestamptz", "timestamp", "date"])
+@pytest.mark.parametrize("table", KINDS)
+def test_a_deletion_removes_the_rows_of_its_interval_once(
+    request: pytest.FixtureRequest, tmp_path: Path, table: str, kind: str
+) -> None:
+    if table == "delta":
+        subject = _timed_delta(tmp_path / "timed", kind)
+    else:
+        subject = _timed_postgres(request.getfixturevalue("server"), kind)
+    with closing(subject.open()) as client:
+        client.rule_out(["backfill.late"])
+        with pytest.raises(CommitRefused):
+            client.delete(DAY, commit_of("backfill.late"))
+        assert sorted(subject.read()) == ["a", "b", "c", "d"]
+
+        client.delete(DAY, commit_of("backfill.one"))
+
+        assert sorted(subject.read()) == ["a", "d"]
+        assert client.landed(["backfill.one", "backfill.late"]) == {"backfill.one": 1}
+        client.delete(DAY, commit_of("backfill.two"))  # there is nothing left
+        assert client.landed(["backfill.two"]) == {"backfill.two": 1}
+        assert client.rule_out(["backfill.two"]) == {"backfill.two": 1}
+
+
+def test_a_deletion_that_began_before_its_tombstone_is_refused_by_delta(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a process that is paused after it has read the table
+    subject = _timed_delta(tmp_path / "timed", "timestamptz")
+    recorded = delta._Client._recorded
+
+    def paused(client: Any, table: Any, ids: Any) -> Any:
+        found = recorded(client, table, ids)
+        monkeypatch.undo()
+        with closing(subject.open()) as other:
+            other.rule_out(list(ids))
+        return found
+
+    with closing(subject.open()) as client:
+        monkeypatch.setattr(delta._Client, "_recorded", paused)
+        with pytest.raises(CommitRefused):
+            client.delete(DAY, commit_of("backfill.one"))
+    assert sorted(subject.read()) == ["a", "b", "c", "d"]

@@ -64,8 +64,18 @@ def commit_ids(plan: BatchPlan, batches: Iterable[PlannedBatch]) -> dict[str, Pl
     return {commit_id(batch.batch_id, plan.generations): batch for batch in batches}
 
 
+def deletion_id(generation: str) -> str:
+    """Returns the commit id of the deletion with which a generation's backfill begins."""
+    return f"backfill.{generation}"
+
+
 def commit_rows(client: SinkClient, rows: Any, commit: Commit) -> None:
-    """Commits the rows of a batch.
+    """Commits the rows of a batch; errors as in :func:`land`."""
+    land(client, commit, lambda: client.commit(rows, commit))
+
+
+def land(client: SinkClient, commit: Commit, write: Callable[[], None]) -> None:
+    """Makes a commit.
 
     An error after which the commit may have landed is resolved by ruling the commit out: a read
     would prove nothing about a request that is still on its way.
@@ -76,7 +86,7 @@ def commit_rows(client: SinkClient, rows: Any, commit: Commit) -> None:
     :raises SinkError: If nothing has landed, and nothing can.
     """
     try:
-        client.commit(rows, commit)
+        write()
     except CommitRefused as error:
         if _attempt(client.landed, commit, error) is None:
             raise LeaseLapsed(f"the commit {commit.commit_id} was ruled out; {CURE}") from error

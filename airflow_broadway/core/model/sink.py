@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.connections import Connections, NoConnections
+from airflow_broadway.core.model.run_source import Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +48,17 @@ class CommitInDoubt(SinkError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """One batch's commit.
+    """One batch's commit, or a deletion.
 
     :param commit_id: Identifies the commit, at most 64 characters of ``[0-9a-z.-]``.  The same for
         all attempts at one batch of the same generations; never used by other batches.
+    :param batch: ``None`` for a deletion.
     :param attempt: The number of this attempt, from 1; stored with the commit.
     """
 
     commit_id: str
     attempt: int
-    batch: BatchInfo
+    batch: BatchInfo | None
     pipeline: str
 
 
@@ -101,6 +103,13 @@ class SinkClient(ABC):
         :raises SinkError: If the table cannot be written; then call it again.
         """
 
+    def delete(self, interval: Interval, commit: Commit) -> None:
+        """Deletes the rows of an interval by the sink's ``time_column``, and records the commit id.
+
+        Both are one transaction; errors as in :meth:`commit`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} deletes no rows")
+
     def close(self) -> None:  # noqa: B027 - most clients have nothing to close
         """Releases connections."""
 
@@ -112,6 +121,8 @@ class Sink(ABC):
     """
 
     engines: ClassVar[frozenset[str]] = frozenset({"spark", "python"})
+    #: The column whose values lie in the interval of a backfill; ``None`` keeps its earlier rows.
+    time_column: str | None = None
 
     @property
     @abstractmethod

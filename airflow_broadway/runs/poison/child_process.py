@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.core.stages.child_safety import tie_to_parent
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,17 @@ class ChildProcess:
                     os.waitpid(self._pid, 0)
                     return
                 time.sleep(0.05)
+
+
+def run_in_child(work: Callable[[], object]) -> None:
+    """Runs work in a child process: deltalake, for one, survives no later fork of a process.
+
+    :raises BroadwayError: If the work raises, or the child dies.
+    """
+    child = ChildProcess(work)
+    ending = child.wait()
+    if ending:
+        raise BroadwayError(child.raised or f"a child process ended: {ending}")
 
 
 def _run_child(work: Callable[[], object], error_write: int) -> None:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
+from operator import call
+from typing import Any
 
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed
 from airflow_broadway.core.formats import paths
@@ -44,6 +47,7 @@ class Isolation:
     :param name: The task's name in the staging folder.
     :param folder: The folder of its tries.
     :param connections: Resolves the connections of sinks.
+    :param run: Runs work on sinks; in a child process if this process forks afterwards.
     :param most: See :data:`MOST_PROCESSES`.
     :param cleared: Number of times that the task was cleared; each clear renews the budget.
     """
@@ -55,6 +59,7 @@ class Isolation:
     _: KW_ONLY
     folder: str
     connections: Connections = field(default_factory=NoConnections)
+    run: Callable[[Callable[[], object]], object] = call
     most: int = MOST_PROCESSES
     cleared: int = 0
 
@@ -80,7 +85,7 @@ class Isolation:
             if not self._earlier and not self._suspects:
                 return self.plans.left > 0
         if highest_try(self.staged.files, self.name, self.folder):
-            record_landed_batches(self.staged, self.pipeline, self.plans, self.connections)
+            self._on_sinks(record_landed_batches, self.plans)
         while True:
             open_batches = self._read_open_batches(over=over)
             if not open_batches:
@@ -224,13 +229,15 @@ class Isolation:
         try:
             # Its parts are batches of their own: its own commit must not land any more.
             chosen = [*(batch for batch, _ in step.split), *step.aside]
-            landed = rule_out_batches(self.staged, self.pipeline, heads, chosen, self.connections)
+            self._on_sinks(rule_out_batches, heads, chosen)
+            self.plans.look()
+            left = {batch.batch_id for _, batch in self.plans.open_batches()}
             for batch, parts in step.split:
-                if batch.batch_id in landed:
+                if batch.batch_id not in left:
                     continue
                 split(self.staged, heads[batch.batch_id], batch, parts, by=by)
             for batch in step.aside:
-                if batch.batch_id in landed:
+                if batch.batch_id not in left:
                     continue
                 dead_letter(
                     self.staged,
@@ -246,6 +253,12 @@ class Isolation:
             log.error("%s.", error)
             return False
         return True
+
+    def _on_sinks(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Calls a function of :mod:`airflow_broadway.runs.sinks`, if a batch has a sink."""
+        if any(head.sink for head in self.plans.heads):
+            context = self.staged, self.pipeline, *arguments, self.connections
+            self.run(lambda: work(*context))
 
     def _crash_reason(self, batch: PlannedBatch) -> str:
         """Returns the reason for dead-lettering a message, as text."""

@@ -22,6 +22,7 @@ from airflow_broadway.core.model.run_source import KINDS, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.runs.ports import Ports, producer_env
+from airflow_broadway.runs.sinks import delete_interval, time_sinks
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ def pipeline_of(pipeline: Pipeline, record: GenerationRecord) -> Pipeline:
 
 
 def prepare_sink(run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
-    """Calls ``prepare_backfill`` in a backfill; only the first of its producers does so.
+    """Prepares the sinks of a backfill; only the first of its producers does so.
+
+    Deletes the rows of the interval in sinks with a time column; then calls ``prepare_backfill``.
 
     The process task calls it once per run, immediately before it publishes its manifest: before any
     batch of the run, on every engine, and also if the interval has no messages.
@@ -75,7 +78,9 @@ def prepare_sink(run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
     """
     source = pipeline.run.source
     interval = source.interval
-    if interval is None or env.index or not pipeline.defines("prepare_backfill"):
+    if interval is None or env.index:
+        return
+    if not pipeline.defines("prepare_backfill") and not time_sinks(pipeline):
         return
     if run.files.exists(paths.intent(env.generation)):
         raise LeaseLapsed(
@@ -99,6 +104,7 @@ def prepare_sink(run: StagedRun, pipeline: Pipeline, env: ProducerEnv) -> None:
             " would undo them: clear all process tasks of the run together"
         )
     log.info("Preparing the sink for the interval from %s.", interval)
+    delete_interval(pipeline, env, interval)
     pipeline.prepare_backfill(interval, context_of(pipeline))
 
 

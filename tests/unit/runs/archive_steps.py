@@ -87,6 +87,8 @@ class World:
             **options,
         }
         self.over: set[str] = set()
+        #: Whether batches may be handled in a fork.
+        self.forks = True
         with self.queue() as queue:
             queue.create()
 
@@ -162,7 +164,13 @@ class Run:
         )
 
     def task(self, task_id: str, index: int = -1) -> Task:
-        return Task(dag_id=self.staged.dag_id, run_id=self.run_id, task_id=task_id, map_index=index)
+        return Task(
+            dag_id=self.staged.dag_id,
+            run_id=self.run_id,
+            task_id=task_id,
+            map_index=index,
+            forks=self.world.forks,
+        )
 
     def process(self, index: int = 0) -> dict[str, Any]:
         process_task = ProcessTask(
