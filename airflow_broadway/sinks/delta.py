@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from airflow_broadway.core.masking import reason_of
-from airflow_broadway.core.model.options import Options, option, options
+from airflow_broadway.core.model.options import Options, is_template, option, options
 from airflow_broadway.core.model.rules import CONN_ID, TEXT, matching, one_of
 from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.model.sink import (
@@ -67,6 +67,15 @@ class DeltaTable(Options, Sink):
     @property
     def uri(self) -> str:
         return self.path if "://" in self.path else f"file://{self.path}"
+
+    def caveat(self, engine: str) -> str:
+        if engine != "spark" or "://" in self.path or is_template(self.path):
+            return ""
+        return (
+            "on a local or mounted disk, Spark creates an entry of Delta Lake's log by a look and a"
+            " rename: a driver that is paused in between could commit after it was ruled out; use"
+            " another store, or engine='python'"
+        )
 
     @property
     def connection_ids(self) -> tuple[str, ...]:

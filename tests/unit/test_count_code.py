@@ -9,13 +9,13 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 640,
     "cli/": 1_290,
-    "core/": 8_465,
+    "core/": 8_475,
     "hooks/": 80,
     "operators/": 645,
     "plugin/": 1_900,
     "runs/": 5_240,
     "sensors/": 330,
-    "sinks/": 880,
+    "sinks/": 890,
     "spark/": 1_685,
     "staging/": 4_390,
     "submit/": 445,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 43_220,
-    "tests and scripts": 65_360,
+    "package": 43_240,
+    "tests and scripts": 65_385,
 }
 
 MODULE = '''"""A module.

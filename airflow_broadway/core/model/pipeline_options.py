@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from airflow_broadway.core.model.rules import (
     one_of,
     takes,
 )
-from airflow_broadway.core.model.sink import Sink
+from airflow_broadway.core.model.sink import Sink, SinkWarning
 from airflow_broadway.core.schema.ddl import parse_schema
 
 #: The timestamps of an archive that need no function.
@@ -267,6 +268,8 @@ class Batcher(Options):
             raise OptionsError(
                 "Batcher.sink", f"one that supports engine={self.engine!r}", self.sink
             )
+        if self.sink is not None and (caveat := self.sink.caveat(self.engine)):
+            warnings.warn(f"{self.sink.uri}: {caveat}", SinkWarning, stacklevel=2)
         if self.own_application and self.engine != "spark":
             raise OptionsError(
                 "Batcher.own_application",

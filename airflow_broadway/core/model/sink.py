@@ -38,6 +38,10 @@ class SinkError(BroadwayError):
     """A sink cannot commit or read: the message names the table, the cause and the way out."""
 
 
+class SinkWarning(UserWarning):
+    """A sink cannot rule each commit out for certain."""
+
+
 class CommitRefused(SinkError):
     """The commit id was ruled out, or another attempt's commit has landed: nothing was written."""
 
@@ -128,6 +132,13 @@ class Sink(ABC):
     @abstractmethod
     def uri(self) -> str:
         """The table's address without credentials; its asset, lineage dataset and log name."""
+
+    def caveat(self, engine: str) -> str:
+        """Returns why a commit might land although it was ruled out; empty if it cannot.
+
+        :param engine: The engine of the batcher, which warns of it when it is declared.
+        """
+        return ""
 
     @property
     def connection_ids(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -20,11 +21,11 @@ from airflow_broadway.core.errors import BroadwayError, OptionsError, PipelineEr
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.local.run import run_local
 from airflow_broadway.core.model.connections import NoConnections
-from airflow_broadway.core.model.sink import SinkClient, SinkEnv, SinkError
+from airflow_broadway.core.model.sink import SinkClient, SinkEnv, SinkError, SinkWarning
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.sinks import Commits
 from airflow_broadway.runs.tasks import BatchTask
-from airflow_broadway.sinks import ParquetFolder
+from airflow_broadway.sinks import DeltaTable, ParquetFolder
 from airflow_broadway.sinks.parquet import _Disk
 from airflow_broadway.staging.settling.settlement import begin_settlement
 from tests.unit.runs.steps import Point, Run, Sums, dies, note, precede
@@ -506,3 +507,20 @@ def test_options_that_no_sink_takes() -> None:
         ParquetFolder(path="lake")
     with pytest.raises(PipelineError, match="nothing commits the rows"):
         run_local(Folder(producer={"path": "/none"}))
+
+
+@pytest.mark.parametrize(
+    ("engine", "path", "warns"),
+    [
+        ("spark", "/lake/orders", True),
+        ("spark", "abfss://lake@account.dfs.core.windows.net/orders", False),
+        ("python", "/lake/orders", False),
+    ],
+)
+def test_a_table_that_cannot_fence_is_warned_of_where_it_is_declared(
+    engine: str, path: str, warns: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Batcher(engine=engine, schema="n bigint", sink=DeltaTable(path=path))
+    assert [warning.category for warning in caught] == [SinkWarning] * warns
