@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +27,16 @@ from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.files import AUTO, CLIENTS
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
-from airflow_broadway.core.formats.ownership import CURE
+from airflow_broadway.core.formats.ownership import CURE, highest_try
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.connections import to_variable
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.submit.environment import DEPLOY_MODES, check_conf
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
+    from pydantic import JsonValue
 
     from airflow_broadway.runs.plans import OpenPlans
     from airflow_broadway.runs.spark_batches import Ending, SparkBatches
@@ -93,6 +96,10 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             raise OptionsError("max_applications", "an integer of at least 1", max_applications)
         if staging_client not in CLIENTS:
             raise OptionsError("staging_client", f"one of {', '.join(CLIENTS)}", staging_client)
+        if kwargs.get("deploy_mode") not in (None, *DEPLOY_MODES):
+            modes = " or ".join(map(repr, DEPLOY_MODES))
+            raise OptionsError("deploy_mode", modes, kwargs["deploy_mode"])
+        check_conf(kwargs.get("conf"))
         for name in ("application", "application_args", "java_class"):
             if kwargs.get(name):
                 raise OptionsError(
@@ -139,6 +146,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 f" {next(iter(batches.void.values()))}"
             )
         if ending is Ending.OPEN:
+            self._chosen = self._choose_options(context)
             self._running = batches
             with batches.leases_kept():
                 error = self._submit_all(context, run, batches)
@@ -151,7 +159,8 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         if self._hook is not None:
             if self._running is not None:
                 self._running.isolation.stopped()
-            super().on_kill()
+            # The parent kills an application on YARN only through its API.
+            self._hook.on_kill()
 
     #: The batches in process.
     _running: SparkBatches | None = None
@@ -165,8 +174,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         if any.
         """
         error = None
-        # An application on a cluster may still be running, and is tracked again.
-        remaining = batches.isolation.choose(over=not self._is_tracked())
+        remaining = batches.isolation.choose(over=not self._resumes)
         while remaining:
             error = self._submit(context, run, batches)
             if not batches.isolation.goes_on():
@@ -176,26 +184,47 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             remaining = batches.isolation.choose()
         return error
 
-    def _is_tracked(self) -> bool:
-        """Returns whether the driver runs on a cluster, and outlives this task."""
-        hook = super()._get_hook()
-        return bool(hook._should_track_driver_status or hook._should_track_driver_via_k8s_api())
-
     def _submit(self, context: Context, run: StagedRun, batches: SparkBatches) -> Exception | None:
         """Runs the application; returns its error, if any."""
-        # A cluster's job id outlives the clearing of its task: it must not match other work.
-        self.external_id_key = f"spark_job_id_{batches.plans.key(batches.isolation.step)}"
         self._plans = batches.plans
         self._sink_connections = batches.sink_connections
         host = Host(context)
-        work = host.task.file_name, make_ref(self.pipeline), host.run_info
+        name = host.task.file_name
         self._on_started = lambda app, ui: note_spark(self, context, app, ui)
-        with self._prepared(run, lambda: batches.write_work(*work)):
+        if self._resumes:
+            self._name_job(highest_try(run.files, name))
+
+        def write_work() -> tuple[str, Work]:
+            path, work = batches.write_work(name, make_ref(self.pipeline), host.run_info)
+            self._name_job(work.try_number)
+            return path, work
+
+        with self._prepared(run, write_work):
             try:
                 super().execute(context)
             except AirflowException as error:
                 return error
         return None
+
+    def _name_job(self, try_number: int) -> None:
+        """Names an application in the task's state store, which outlives the clearing of the task.
+
+        :param try_number: Of its work file.
+        """
+        key = f"{self._plans.key()}_{try_number}"
+        self.external_id_key = f"spark_job_id_{key}"
+        self._K8S_DRIVER_STATUS_KEY = f"k8s_driver_status_{key}"
+
+    def poll_until_complete(self, external_id: JsonValue, context: Context) -> None:
+        if isinstance(self._hook, SparkSubmitHook) and self._hook._is_yarn:
+            self._hook._yarn_application_id = str(external_id)  # so that a resumed one can be killed
+        try:
+            super().poll_until_complete(external_id, context)
+        except RuntimeError as error:
+            # Without the cluster's manager, the application may still be running: a retry resumes it.
+            if self.is_job_active(self.get_job_status(external_id, context)):
+                raise
+            raise AirflowException(str(error)) from error
 
     @contextmanager
     def _prepared(
@@ -208,16 +237,17 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         from airflow_broadway.submit.submission import prepare
 
         own = self.application, self.py_files, self.conf
-        run_uri, store = run.spark_uri(), run.store
+        store = run.store
         options = self._client_options(store)
         with (
             tempfile.TemporaryDirectory(prefix="airflow-broadway-") as folder,
             renewed_options(store.fs, options, Path(folder) / "credentials.json") as options,
         ):
             submission = prepare(
-                self._chosen_options(),
+                # The provider has completed ``conf``, and templates are rendered.
+                replace(self._chosen, conf=self.conf or {}),
                 self.pipeline,
-                run_uri,
+                run.files,
                 Path(folder),
                 client_options=options,
                 secrets=to_variable(AirflowConnections(), self._sink_connections),
@@ -229,9 +259,10 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             self._make_hook = lambda hook: SubmitHook.of(
                 hook,
                 binary=submission.program.binary,
+                deploy_mode=self._chosen.deploy_mode,
                 env=submission.variables,
                 prepare=lambda: arguments_of(
-                    run_uri,
+                    run.spark_uri(),
                     *write_work(),
                     client=self.staging_client,
                     options=public_options(options),
@@ -243,6 +274,9 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             finally:  # the files are in the folder; another application has its own
                 self.application, self.py_files, self.conf = own
 
+    #: What the user chose, and whether a retry resumes an application that is running.
+    _chosen: Chosen
+    _resumes = False
     #: Ids of the connections of sinks.
     _sink_connections: Sequence[str] = ()
     #: Called with the application's id and the URL of its UI, once they are known.
@@ -255,13 +289,17 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         hook = super()._get_hook()
         return hook if self._make_hook is None else self._make_hook(hook)
 
-    def _chosen_options(self) -> Chosen:
+    def _choose_options(self, context: Context) -> Chosen:
         """Returns the options of the connection and the operator's arguments.
+
+        Decides whether a retry resumes an application that is running on a cluster.
 
         :raises ConnectionMissing: If the connection is not defined: the provider would use yarn
             instead.
+        :raises OptionsError: If the deploy mode is not supported there.
+        :raises SparkMissing: If Kubernetes' client is not installed.
         """
-        from airflow_broadway.submit.environment import check_master
+        from airflow_broadway.submit.environment import SparkMissing, check_master
         from airflow_broadway.submit.submission import Chosen
 
         try:
@@ -274,15 +312,43 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 f"the Spark connection {self._conn_id!r} is not defined; add it under Admin →"
                 f" Connections, or set AIRFLOW_CONN_{self._conn_id.upper()}={example!r}"
             ) from None
-        options = super()._get_hook()._connection
+        try:
+            hook = super()._get_hook()
+        except RuntimeError as error:  # the provider's only one here
+            raise SparkMissing(
+                f"{error}  Install them: pip install 'airflow-broadway[kubernetes]'"
+            ) from error
+        options = hook._connection
+        master, deploy_mode = str(options["master"]), str(options["deploy_mode"] or "client")
+        check_master(self._conn_id, master, deploy_mode)
+        tracked = hook._should_track_driver_via_k8s_api()
+        tracked = tracked or hook._should_track_yarn_application_via_rm_api()
+        if deploy_mode == "cluster" and self.durable and not tracked:
+            self.durable = False  # the provider refuses it with yarn, and ignores it elsewhere
+            option = "yarn_track_via_rm_api" if hook._is_yarn else "track_driver_via_k8s_api"
+            self.log.warning(
+                "A retry submits another application, which takes over from one that is running:"
+                " to resume that one (durable), set %s=True.",
+                option,
+            )
+        self._resumes = tracked and self.durable and bool(context.get("task_state_store"))
         return Chosen(
-            master=check_master(self._conn_id, str(options["master"])),
-            deploy_mode=str(options["deploy_mode"] or "client"),
+            master=master,
+            deploy_mode=deploy_mode,
             binary=str(options["spark_binary"]),
             conf=self.conf or {},
             env_vars=self.env_vars or {},
             properties_file=self.properties_file,
             py_files=self.py_files or "",
+            files={
+                name: text
+                for name, text in (
+                    ("files", self.files),
+                    ("jars", self.jars),
+                    ("archives", self._archives),
+                )
+                if text
+            },
         )
 
     @staticmethod

@@ -84,11 +84,9 @@ class OpenPlans:
                 void[batch.batch_id] = str(error)
         return void
 
-    def key(self, step: Step | None = None) -> str:
-        """Returns a short hash of the open plans and the step."""
-        text = json.dumps([head.path for head in self.open_heads])
-        if step is not None and step.run is not None:
-            text += json.dumps([*step.run, step.deaths])
+    def key(self) -> str:
+        """Returns a short hash of the plans."""
+        text = json.dumps([head.path for head in self.heads])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def open_batches(self) -> Iterator[tuple[BatchPlan, PlannedBatch]]:

@@ -11,6 +11,7 @@ write where the store supports it (S3).
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -78,6 +79,16 @@ def set_s3a(spark: Any, uri: str, options: Mapping[str, Any]) -> None:
 
     :param options: The result of :func:`airflow_broadway.staging.client.client_options`.
     """
+    own, conf = spark.sparkContext.getConf(), spark._jsc.hadoopConfiguration()
+    for name, value in s3a_settings(uri, options).items():
+        if not own.contains(f"spark.hadoop.{name}"):
+            conf.set(name, value)
+
+
+def s3a_settings(uri: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """Returns Hadoop's settings of one bucket; none for other stores."""
+    if not uri.startswith("s3a:"):
+        return {}
     endpoint = str(options.get("endpoint_url") or "")
     style = options.get("config_kwargs", {}).get("s3", {}).get("addressing_style")
     # Few stores except AWS have a host for each bucket.
@@ -91,11 +102,26 @@ def set_s3a(spark: Any, uri: str, options: Mapping[str, Any]) -> None:
         "secret.key": options.get("secret"),
         "session.token": options.get("token"),
     }
-    own, conf = spark.sparkContext.getConf(), spark._jsc.hadoopConfiguration()
-    for setting, value in settings.items():
-        name = f"fs.s3a.bucket.{uri.split('/')[2]}.{setting}"
-        if value and not own.contains(f"spark.hadoop.{name}"):
-            conf.set(name, value)
+    bucket = f"fs.s3a.bucket.{uri.split('/')[2]}"
+    return {f"{bucket}.{name}": value for name, value in settings.items() if value}
+
+
+def check_executor(spark: Any, uri: str, path: str) -> None:
+    """Reads a file in an executor, unless executors are the driver itself.
+
+    :raises StagingError: Naming the folder, before any batch begins.
+    """
+    if re.match(r"local(\[|$)", spark.sparkContext.master):
+        return
+    try:
+        spark.read.text(f"{uri}/{path}").first()
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if "Exception: " in line]
+        raise StagingError(
+            f"an executor cannot read {uri}/{path} ({(lines or [str(error)])[-1].strip()}): every"
+            " host of the cluster must see the same staging root; set [broadway] staging to one"
+            " that they share"
+        ) from error
 
 
 def open_files(uri: str, spark: Any = None) -> Files:

@@ -29,6 +29,7 @@ from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.version import __version__
 from airflow_broadway.spark.files import (
+    check_executor,
     choose_client,
     local_path,
     open_files,
@@ -143,9 +144,10 @@ def _run(args: argparse.Namespace) -> int:
         if arrow is not None:
             arrow.check_executor(spark, args.work)
         if files is None:
-            if uri.startswith("s3a:"):
-                set_s3a(spark, uri, options)
+            set_s3a(spark, uri, options)
             files = open_files(uri, spark)
+        if arrow is None:
+            check_executor(spark, uri, args.work)
         return run_work(spark, uri, files, _read_work(files, args), arrow=arrow)
     finally:
         with suppress(Exception):

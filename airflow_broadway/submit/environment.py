@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
+from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, OptionsError
 from airflow_broadway.spark.session import NO_CONNECT
 
 #: The oldest version of Java that Spark supports.
@@ -30,7 +30,10 @@ EXIT_ON_OUT_OF_MEMORY = "-XX:+ExitOnOutOfMemoryError"
 #: Precedes spark.driver.extraJavaOptions in every deploy mode, so that users' flags win.
 _DEFAULT_OPTIONS = "spark.driver.defaultJavaOptions"
 
-_MASTER = re.compile(r"local(\[.*\])?|yarn.*|spark://.+|k8s://.+|mesos://.+")
+_MASTER = re.compile(r"local(\[.*\])?|yarn|spark://.+|k8s://.+")
+DEPLOY_MODES = ("client", "cluster")
+#: A properties file cannot override these: the connection's are on the command line.
+_OF_CONNECTION = {"spark.master": "the connection's host", "spark.submit.deployMode": "deploy_mode"}
 
 
 class SparkMissing(BroadwayError):
@@ -51,13 +54,33 @@ class SparkProgram:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def check_master(conn_id: str, master: str) -> str:
-    """Checks and returns a master URL for spark-submit.
+def check_conf(conf: object) -> None:
+    """Checks an operator's ``conf`` while the Dag is parsed.
+
+    :raises OptionsError: If it has a setting that belongs to the connection.
+    """
+    for name, place in _OF_CONNECTION.items() if isinstance(conf, Mapping) else ():
+        if name in conf:
+            raise OptionsError(f"conf.{name}", f"no value: set {place} instead", conf[name])
+
+
+def check_master(conn_id: str, master: str, deploy_mode: str) -> None:
+    """Checks the master URL of a connection, and the deploy mode there.
 
     :raises ConnectionMissing: Naming the connection and the supported forms.
+    :raises OptionsError: If the master cannot run a driver in Python in this deploy mode.
     """
     if _MASTER.fullmatch(master):
-        return master
+        modes = DEPLOY_MODES if master.startswith(("yarn", "k8s:")) else DEPLOY_MODES[:1]
+        if deploy_mode not in modes:
+            raise OptionsError(
+                "deploy_mode",
+                f"{' or '.join(map(repr, modes))} with the master {master!r} of the connection"
+                f" {conn_id!r} (its extra deploy-mode, or deploy_mode of the operator): a driver in"
+                " Python runs on the cluster with yarn and k8s:// only",
+                deploy_mode,
+            )
+        return
     if master.startswith("sc://"):
         raise ConnectionMissing(f"the connection {conn_id!r} gives {master!r}: {NO_CONNECT}")
     raise ConnectionMissing(
@@ -168,6 +191,9 @@ def default_conf(
     :param file_conf: The result of :func:`file_settings`.
     """
     conf = {"spark.scheduler.mode": "FAIR"}
+    if master == "yarn":
+        # The task starts the next application: it knows which batches have died.
+        conf["spark.yarn.maxAppAttempts"] = "1"
     if master.startswith("local"):
         conf |= {
             "spark.driver.extraJavaOptions": LIGHT_JVM,
@@ -218,11 +244,16 @@ def _read_settings(path: Path) -> dict[str, str]:
     return {name: "".join(value) for name, *value in parts}
 
 
-def python_variables(conf: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables with the worker's Python, for driver and executors unless configured."""
+def python_variables(
+    conf: Mapping[str, Any], env: Mapping[str, str], *, pods: bool = False
+) -> dict[str, str]:
+    """Returns variables with the worker's Python, for driver and executors unless configured.
+
+    :param pods: Whether executors have the Python of their image.
+    """
     variables: dict[str, str] = {}
     if "spark.pyspark.driver.python" not in conf and "PYSPARK_DRIVER_PYTHON" not in env:
         variables["PYSPARK_DRIVER_PYTHON"] = env.get("PYSPARK_PYTHON", sys.executable)
     if "spark.pyspark.python" not in conf and "PYSPARK_PYTHON" not in env:
-        variables["PYSPARK_PYTHON"] = sys.executable
+        variables["PYSPARK_PYTHON"] = "python3" if pods else sys.executable
     return variables

@@ -39,6 +39,7 @@ class SubmitHook(SparkSubmitHook):
         hook: SparkSubmitHook,
         *,
         binary: str,
+        deploy_mode: str,
         env: Mapping[str, str],
         prepare: Callable[[], list[str]],
         on_application: Callable[[str, str], None] = _ignore,
@@ -46,6 +47,7 @@ class SubmitHook(SparkSubmitHook):
         """Extends a hook.
 
         :param binary: The program, with its path.
+        :param deploy_mode: Always on the command line: a properties file may have another.
         :param env: Variables of the program's process.  Unlike ``env_vars`` they never become
             settings, which are visible on the command line.
         :param prepare: Called right before Spark is started; returns the application's arguments.
@@ -54,7 +56,8 @@ class SubmitHook(SparkSubmitHook):
         """
         extended = cls.__new__(cls)
         extended.__dict__.update(hook.__dict__)
-        extended._connection = {**extended._connection, "spark_binary": binary}
+        own = {"spark_binary": binary, "deploy_mode": deploy_mode}
+        extended._connection = {**extended._connection, **own}
         extended._driver_env = dict(env)
         extended._prepare = prepare
         extended._on_application = on_application
@@ -83,9 +86,9 @@ class SubmitHook(SparkSubmitHook):
 
     @property
     def ending(self) -> str:
-        """How the program ended, in words; empty if it is running or was not started."""
+        """How the driver ended, in words; empty if it is running, or not on this host."""
         code = None if self._submit_sp is None else self._submit_sp.poll()
-        if code is None:
+        if code is None or self._connection["deploy_mode"] == "cluster":
             return ""
         # spark-submit is a shell script, and a shell adds 128 to the number of a signal.
         number = -code if code < 0 else code - 128 if code > 128 else 0

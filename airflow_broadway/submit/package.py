@@ -10,16 +10,21 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from hashlib import sha256
+from typing import TYPE_CHECKING, NamedTuple
 
-from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.reference import import_class
 from airflow_broadway.core.text import many
+
+if TYPE_CHECKING:
+    from airflow_broadway.staging.store import Folder
 
 #: The maximum bytes of a pipeline's package, before compression.
 MAX_BYTES = 32 * 1024 * 1024
@@ -34,6 +39,9 @@ _PACKAGE = Path(__file__).parents[1]
 _SUBPACKAGES = ("core", "producers", "sinks", "spark")
 #: The modules of ``staging`` that run there where Hadoop has no file system for its root.
 _STAGING = ("__init__", "bucket", "client", "disk", "errors", "store")
+
+#: The setting of a place to which spark-submit uploads files for pods.
+UPLOAD_PATH = "spark.kubernetes.file.upload.path"
 
 ZIP_NAME = "airflow_broadway_pipeline.zip"
 LAUNCHER_NAME = "airflow_broadway_job.py"
@@ -78,6 +86,33 @@ def ship(class_path: str, folder: Path) -> Shipment:
     source = _PACKAGE / "spark" / "launcher.py"
     launcher.write_bytes(source.read_bytes())
     return Shipment(target, launcher, packages)
+
+
+def publish(file: Path, folder: Folder) -> str:
+    """Copies a file to a run's folder; returns its URI for a driver in a pod."""
+    data = file.read_bytes()
+    path = f"code/{sha256(data).hexdigest()[:16]}/{file.name}"
+    if not folder.exists(path):
+        folder.create_own(path, [data])
+    # A shared disk is mounted in each pod: Spark neither uploads nor downloads these.
+    return re.sub("^file:", "local:", folder.spark_uri(path))
+
+
+def check_remote(files: Mapping[str, str]) -> None:
+    """Checks that pods can read the user's files.
+
+    :param files: Option → files, comma-separated.
+    :raises OptionsError: Naming the option and the ways out.
+    """
+    for option, names in files.items():
+        for name in filter(None, map(str.strip, names.split(","))):
+            if "://" not in name:
+                raise OptionsError(
+                    option,
+                    "URIs that pods can read (s3a://…, or local://… for a file in their image), or"
+                    f" {UPLOAD_PATH} in conf, to which spark-submit uploads local files",
+                    names,
+                )
 
 
 def check_import(

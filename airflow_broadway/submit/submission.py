@@ -8,9 +8,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from airflow_broadway.spark.files import s3a_settings
 from airflow_broadway.spark.job import CLIENT_VARIABLE
+from airflow_broadway.staging.client import public_options
 from airflow_broadway.submit.environment import (
     SparkProgram,
     check_classic,
@@ -20,7 +22,17 @@ from airflow_broadway.submit.environment import (
     find_spark,
     python_variables,
 )
-from airflow_broadway.submit.package import Shipment, check_import, ship
+from airflow_broadway.submit.package import (
+    UPLOAD_PATH,
+    Shipment,
+    check_import,
+    check_remote,
+    publish,
+    ship,
+)
+
+if TYPE_CHECKING:
+    from airflow_broadway.staging.store import Folder
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +48,7 @@ class Chosen:
     :param env_vars: Environment variables of the program.
     :param properties_file: A file of settings.
     :param py_files: Code, comma-separated.
+    :param files: Other files, comma-separated, by option.
     """
 
     master: str
@@ -45,6 +58,7 @@ class Chosen:
     env_vars: Mapping[str, Any] = field(default_factory=dict)
     properties_file: str | None = None
     py_files: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +66,7 @@ class Submission:
     """The inputs of spark-submit, except for the application's arguments.
 
     :param program: The spark-submit program.
-    :param application: The path of the script.
+    :param application: The path of the script, or its URI.
     :param py_files: Code, comma-separated: the pipeline's first.
     :param conf: Settings; visible on the command line, so none is a secret.
     :param variables: Environment variables of the program, including secrets.
@@ -68,7 +82,7 @@ class Submission:
 def prepare(
     chosen: Chosen,
     ref: Mapping[str, Any],
-    run_uri: str,
+    run: Folder,
     folder: Path,
     *,
     client_options: Mapping[str, Any] | None = None,
@@ -78,7 +92,7 @@ def prepare(
     """Finds Spark, packages the code, and completes the configuration.
 
     :param ref: The pipeline's reference.
-    :param run_uri: The run's folder, as a URI for Spark.
+    :param run: The run's folder.
     :param folder: The output folder; it must exist until Spark has started.
     :param client_options: Options of the client of the staging root, including secrets.
     :param secrets: Further environment variables of the driver, of sinks.
@@ -88,33 +102,41 @@ def prepare(
     env = {**os.environ, **{name: str(value) for name, value in chosen.env_vars.items()}}
     program = find_spark(chosen.binary, env)
     env = {**program.env, **env}
-    client = chosen.deploy_mode != "cluster"
+    client, pods = chosen.deploy_mode == "client", chosen.master.startswith("k8s:")
     file_conf = file_settings(chosen.properties_file, env, program.binary)
     check_classic(env, {**file_conf, **chosen.conf})
-    if program.bundled and client:
+    if program.bundled:
         check_java(env)
     own = [file.strip() for file in chosen.py_files.split(",") if file.strip()]
     shipment = ship(str(ref["class"]), folder)
     log.info("Shipping the packages %s to Spark.", shipment.packages)
     if check:
         _check(ref, shipment, own)
+    code = [str(shipment.launcher), str(shipment.zip)]
     conf = {**chosen.conf, **default_conf(chosen.master, chosen.conf, file_conf)}
+    if pods and not client and UPLOAD_PATH not in {**file_conf, **conf}:
+        check_remote({"py_files": chosen.py_files, **chosen.files})
+        code = [publish(shipment.launcher, run), publish(shipment.zip, run)]
+        settings = s3a_settings(run.spark_uri(), public_options(client_options or {}))
+        conf = {f"spark.hadoop.{name}": value for name, value in settings.items()} | conf
     variables, secret = dict(program.env), dict(secrets or {})
     if client_options:
         secret[CLIENT_VARIABLE] = json.dumps(dict(client_options))
     if client:
-        variables |= python_variables(conf, env) | secret
+        # With Kubernetes the provider has them for drivers in pods only.
+        variables |= {name: str(value) for name, value in chosen.env_vars.items()}
+        variables |= python_variables(conf, env, pods=pods) | secret
     elif secret:
         log.warning(
             "In cluster mode no credentials are handed to Spark: it uses its own chain of"
             " providers for %s; not handed over: %s.",
-            run_uri,
+            run.spark_uri(),
             ", ".join(secret),
         )
     return Submission(
         program=program,
-        application=str(shipment.launcher),
-        py_files=",".join([str(shipment.zip), *own]),
+        application=code[0],
+        py_files=",".join([code[1], *own]),
         conf=conf,
         variables=variables,
     )
