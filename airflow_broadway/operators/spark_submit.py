@@ -217,7 +217,9 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
 
     def poll_until_complete(self, external_id: JsonValue, context: Context) -> None:
         if isinstance(self._hook, SparkSubmitHook) and self._hook._is_yarn:
-            self._hook._yarn_application_id = str(external_id)  # so that a resumed one can be killed
+            self._hook._yarn_application_id = str(
+                external_id
+            )  # so that a resumed one can be killed
         try:
             super().poll_until_complete(external_id, context)
         except RuntimeError as error:
@@ -314,9 +316,11 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             ) from None
         try:
             hook = super()._get_hook()
-        except RuntimeError as error:  # the provider's only one here
+        except (RuntimeError, NameError) as error:  # without Kubernetes' client, by its version
             raise SparkMissing(
-                f"{error}  Install them: pip install 'airflow-broadway[kubernetes]'"
+                f"the connection {self._conn_id!r} gives Kubernetes as the Spark master, for which"
+                f" this worker's Python lacks the client ({error}): pip install"
+                " 'airflow-broadway[kubernetes]'"
             ) from error
         options = hook._connection
         master, deploy_mode = str(options["master"]), str(options["deploy_mode"] or "client")

@@ -62,7 +62,6 @@ class Step(NamedTuple):
     :param run: Ids of the batches for the next process, in order; ``None``: all.
     :param alone: Whether they run one after another, and nothing concurrently.
     :param marked: Whether each is marked before it begins.
-    :param deaths: The number of the task's tries that have died, interruptions included.
     """
 
     split: Sequence[tuple[PlannedBatch, int]] = ()
@@ -70,7 +69,6 @@ class Step(NamedTuple):
     run: Sequence[str] | None = None
     alone: bool = False
     marked: bool = False
-    deaths: int = 0
 
 
 def next_step(
@@ -90,8 +88,7 @@ def next_step(
     :param suspects: Whether there are redelivered messages, of a pipeline with recorded crashes.
     :param on_record: Batch id → its messages' recorded crashes.
     """
-    died = deaths.count + deaths.interruptions
-    if not died and not suspects:
+    if not (deaths.count or deaths.interruptions or suspects):
         return Step()
     evidence = _Evidence(deaths, on_record or {})
     split = [(batch, parts) for batch in undecided if (parts := evidence.parts(batch)) > 1]
@@ -112,7 +109,7 @@ def next_step(
             key=lambda batch: (evidence.times_in_hand(batch), -batch.size),
         )
     run = run or [min(undecided, key=deaths.of)]
-    return Step(run=[batch.batch_id for batch in run], alone=alone, marked=True, deaths=died)
+    return Step(run=[batch.batch_id for batch in run], alone=alone, marked=True)
 
 
 class _Evidence(NamedTuple):

@@ -32,6 +32,7 @@ All files of one run are in one folder, ``<root>/<pipeline>/<dag_id>/<encoded ru
     begun/{work,tries}/<task>-<try>/<batch_id>   it began that batch; written after a first death
     deaths/{work,tries}/<task>-<try>.json        it died, its parent did not: the batches in hand
     interruptions/{work,tries}/<task>-<try>.json the whole task died with it: the same
+    code/<hash>/*                       the launcher and the code for a Spark driver in a pod
     heartbeat.json                      when the ack sensor last checked the run
 
 Tasks and the Spark driver read and write them; the other modules of this package define each.  All

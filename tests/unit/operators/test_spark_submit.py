@@ -457,18 +457,6 @@ def test_leases_are_kept_only_during_the_application(world, monkeypatch):
 # -- a cluster that outlives the task --------------------------------------------------------------
 
 
-def test_cluster_job_is_keyed_by_its_work(world):
-    first, second = world.plan(), world.plan(batcher="wide")
-    keys = []
-    for references in ([first], [first], [first, second]):
-        operator = world.operator(*references)
-        world.handled = set()
-        with pytest.raises(AirflowException):
-            operator.execute(world.context)
-        keys.append(operator.external_id_key)
-    assert keys[0] == keys[1] != keys[2]
-
-
 def test_finished_job_with_missing_outcomes_is_resubmitted(world):
     plan = world.plan()
     operator = world.operator(plan)

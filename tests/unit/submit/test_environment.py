@@ -107,7 +107,8 @@ def test_default_java_options_of_a_settings_file_stay(tmp_path, place):
 
 @pytest.mark.parametrize("master", ["yarn", "spark://host:7077", "k8s://https://host"])
 def test_cluster_gets_no_light_settings(master):
-    assert default_conf(master, {}, {}) == {"spark.scheduler.mode": "FAIR", OPTIONS: EXIT}
+    once = {"spark.yarn.maxAppAttempts": "1"} if master == "yarn" else {}
+    assert default_conf(master, {}, {}) == {"spark.scheduler.mode": "FAIR", OPTIONS: EXIT, **once}
 
 
 def test_local_master_gets_the_settings_of_the_guide():
