@@ -223,7 +223,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
         try:
             super().poll_until_complete(external_id, context)
         except RuntimeError as error:
-            # Without the cluster's manager, the application may still be running: a retry resumes it.
+            # The application may still be running: a retry then resumes it.
             if self.is_job_active(self.get_job_status(external_id, context)):
                 raise
             raise AirflowException(str(error)) from error

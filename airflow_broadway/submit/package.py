@@ -15,8 +15,8 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from airflow_broadway.core.errors import OptionsError, PipelineError

@@ -125,7 +125,10 @@ def cluster(tmp_path, monkeypatch):
 FAIR = ["--conf", "spark.scheduler.mode=FAIR"]
 MEMORY = ["--conf", f"spark.driver.defaultJavaOptions={EXIT_ON_OUT_OF_MEMORY}"]
 ONE = ["--conf", "spark.yarn.maxAppAttempts=1"]
-OWN_CONF = ["--conf", "a.b=c"]
+OWN_CONF, CONF = ["--conf", "a.b=c"], ["--conf"]
+OTHER_PYTHON = "spark.yarn.appMasterEnv.PYSPARK_PYTHON=/opt/python"
+SPACE = "spark.kubernetes.namespace=spark"
+THREE = ["--num-executors", "3", "--executor-cores", "2"]
 LOCAL_CODE = "/airflow_broadway_job.py", "/airflow_broadway_pipeline.zip"
 UPLOADED = ["airflow_broadway_job.py", "airflow_broadway_pipeline.zip"]
 KEYTAB = {"principal": "me@EXAMPLE", "keytab": base64.b64encode(b"keys").decode()}
@@ -142,10 +145,8 @@ MODES = {
     "yarn, client": (
         *("yarn", "client", {"queue": "night", **KEYTAB}),
         {"num_executors": 3, "executor_cores": 2, "env_vars": {"PYSPARK_PYTHON": "/opt/python"}},
-        [*OWN_CONF, *FAIR, *ONE, *MEMORY]
-        + ["--conf", "spark.yarn.appMasterEnv.PYSPARK_PYTHON=/opt/python"],
-        [*("--num-executors", "3", "--executor-cores", "2", *ME, "--name", "flights")]
-        + ["--queue", "night"],
+        [*OWN_CONF, *FAIR, *ONE, *MEMORY, *CONF, OTHER_PYTHON],
+        [*THREE, *ME, "--name", "flights", "--queue", "night"],
         {"PYSPARK_PYTHON": "/opt/python", "PYSPARK_DRIVER_PYTHON": "/opt/python"},
     ),
     "yarn, cluster": (
@@ -158,16 +159,14 @@ MODES = {
     "k8s, client": (
         *(K8S, "client", {"namespace": "spark"}),
         {"env_vars": {"MINE": "1"}},
-        [*OWN_CONF, *FAIR, *MEMORY, "--conf", "spark.kubernetes.driverEnv.MINE=1"]
-        + ["--conf", "spark.kubernetes.namespace=spark"],
+        [*OWN_CONF, *FAIR, *MEMORY, *CONF, "spark.kubernetes.driverEnv.MINE=1", *CONF, SPACE],
         ["--name", "flights"],
         {"MINE": "1", "PYSPARK_PYTHON": "python3", "PYSPARK_DRIVER_PYTHON": sys.executable},
     ),
     "k8s, cluster, code on the shared disk": (
         *(K8S, "cluster", {"namespace": "spark"}),
-        {"conf": {"a.b": "c", "spark.kubernetes.namespace": "other"}},
-        ["--conf", "a.b=c", "--conf", "spark.kubernetes.namespace=other", *FAIR, *MEMORY]
-        + ["--conf", "spark.kubernetes.namespace=other"],
+        {"conf": {"a.b": "c", "spark.kubernetes.container.image": "own"}},
+        [*OWN_CONF, *CONF, "spark.kubernetes.container.image=own", *FAIR, *MEMORY, *CONF, SPACE],
         ["--name", "flights"],
         {"PYSPARK_PYTHON": None},
     ),
@@ -342,7 +341,7 @@ def test_without_the_manager_no_second_application_is_submitted(tracked):
 
     cluster.states = [running, away]
 
-    with pytest.raises((RuntimeError, OSError), match="away|unreachable"):
+    with pytest.raises((RuntimeError, OSError), match=r"away|unreachable"):
         cluster.execute(cluster.planned, **more)
 
     assert len(cluster.program.calls) == 1

@@ -9,7 +9,13 @@ import pytest
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import LocalFiles
-from airflow_broadway.spark.files import HadoopFiles, local_path, open_files, set_s3a
+from airflow_broadway.spark.files import (
+    HadoopFiles,
+    check_executor,
+    local_path,
+    open_files,
+    set_s3a,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,25 @@ def test_plain_files_need_no_session(tmp_path):
 def test_other_files_need_a_session_with_a_jvm(session):
     with pytest.raises(StagingError, match="only be read within a Spark session that has a JVM"):
         open_files("s3a://bucket/run", session)
+
+
+def test_executor_without_the_staging_root_is_found_before_the_first_batch():
+    # Given a cluster whose executors do not see the folder
+    spark = mock.Mock()
+    spark.sparkContext.master = "spark://host:7077"
+    lost = (
+        "Job aborted\njava.io.FileNotFoundException: File file:/a/work/t.json does not exist\n at x"
+    )
+    spark.read.text.return_value.first.side_effect = RuntimeError(lost)
+    expected = (
+        r"an executor cannot read file:///a/work/t.json .*does not exist\).*same staging root"
+    )
+    with pytest.raises(StagingError, match=expected):
+        check_executor(spark, "file:///a", "work/t.json")
+
+    # Then only executors of its own process need no look
+    spark.sparkContext.master = "local[2]"
+    check_executor(spark, "file:///a", "work/t.json")
 
 
 def hadoop(uri: str, *, conditional: bool) -> HadoopFiles:
