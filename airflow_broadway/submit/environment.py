@@ -54,13 +54,13 @@ class SparkProgram:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def check_conf(conf: object) -> None:
+def check_conf(conf: Any) -> None:
     """Checks an operator's ``conf`` while the Dag is parsed.
 
     :raises OptionsError: If it has a setting that belongs to the connection.
     """
-    for name, place in _OF_CONNECTION.items() if isinstance(conf, Mapping) else ():
-        if name in conf:
+    for name, place in _OF_CONNECTION.items():
+        if isinstance(conf, Mapping) and name in conf:
             raise OptionsError(f"conf.{name}", f"no value: set {place} instead", conf[name])
 
 

@@ -126,8 +126,8 @@ def _submitting(attempt: Attempt, **given: Any) -> Any:
     class Submitting(BroadwaySparkSubmitOperator):
         begun = False
 
-        def _is_tracked(self) -> bool:
-            return False
+        def _choose_options(self, context: Any) -> Any:
+            """Chooses nothing: there is no connection."""
 
         def _submit(self, context: Any, run: Any, batches: Any) -> Exception | None:
             if self.begun:

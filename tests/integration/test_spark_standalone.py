@@ -74,7 +74,8 @@ def test_rows_are_written_once_though_an_executor_and_a_worker_are_killed(tmp_pa
     monkeypatch.setattr(SparkBatches, "leases_kept", lambda *_: nullcontext())
     staging = f"file://{tmp_path}/staging"
     (tmp_path / "staging").mkdir()
-    ti = SimpleNamespace(dag_id="d", run_id="r", task_id="t", map_index=-1, try_number=1)
+    ids = {"dag_id": "d", "run_id": "r", "task_id": "t"}
+    ti = SimpleNamespace(**ids, map_index=-1, try_number=1, xcom_push=lambda **_: None)
     dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))
     context: Any = {"ti": ti, "dag_run": SimpleNamespace(**dates), "params": {}}
     run = Host(context).open_run(staging, Counting(name="Lake"))
@@ -92,7 +93,7 @@ def test_rows_are_written_once_though_an_executor_and_a_worker_are_killed(tmp_pa
             staging=staging,
             name="d.t",
             executor_memory=MEMORY,
-            conf={"spark.sql.shuffle.partitions": 1, "spark.log.level": "WARN"},
+            conf={"spark.sql.shuffle.partitions": 1, "spark.ui.enabled": "false"},
         )
         return operator.execute(context)
 

@@ -134,7 +134,7 @@ UPLOADED = ["airflow_broadway_job.py", "airflow_broadway_pipeline.zip"]
 KEYTAB = {"principal": "me@EXAMPLE", "keytab": base64.b64encode(b"keys").decode()}
 ME = ["--keytab", "airflow_keytab-me@EXAMPLE", "--principal", "me@EXAMPLE"]
 
-MODES = {
+MODES: dict[str, tuple[Any, ...]] = {
     "standalone, client": (
         *(STANDALONE, "client", {}),
         {"executor_memory": "4g", "total_executor_cores": 8, "env_vars": {"MINE": "1"}},
