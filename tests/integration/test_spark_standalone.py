@@ -22,9 +22,9 @@ from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 
-BATCHES, ROWS = 6, 20
+BATCHES, ROWS = 4, 20
 
 PIPELINE = """
 import os, time
@@ -38,7 +38,8 @@ FOLDER = {folder!r}
 def slowly(n: int) -> int:
     with open(f"{{FOLDER}}/busy/{{os.getpid()}}", "a") as file:
         file.write(f"{{n}}\\n")
-    time.sleep(0.1)
+    while not os.path.exists(f"{{FOLDER}}/killed"):
+        time.sleep(0.1)
     return n
 
 
@@ -64,7 +65,7 @@ def busy(folder: Path) -> int:
 
 
 def test_rows_are_written_once_though_an_executor_and_a_worker_are_killed(tmp_path, monkeypatch):
-    # Given six batches, whose pipeline is a module that only this process has on its path
+    # Given four batches, whose pipeline is a module that only this process has on its path
     (tmp_path / "code").mkdir()
     (tmp_path / "busy").mkdir()
     (tmp_path / "code" / "lake_pipeline.py").write_text(PIPELINE.format(folder=str(tmp_path)))
@@ -106,14 +107,12 @@ def test_rows_are_written_once_though_an_executor_and_a_worker_are_killed(tmp_pa
         monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
 
         def kill() -> None:
-            """Kills an executor at work, and a worker once the work goes on."""
-            eventually(lambda: busy(tmp_path) > 5, 240.0)
+            """Kills an executor, and the other one's worker, once both are at work on a batch."""
+            eventually(lambda: len(list((tmp_path / "busy").iterdir())) > 1, 500.0)
             cluster.executor("worker-0").kill()
-            killed.append("executor")
-            done = len(staged.outcomes("default"))
-            eventually(lambda: len(staged.outcomes("default")) > done, 240.0)
             cluster.processes["worker-1"].kill()
-            killed.append("worker")
+            (tmp_path / "killed").touch()
+            killed.extend(["executor", "worker"])
 
         killer = threading.Thread(target=kill, daemon=True)
         killer.start()
