@@ -11,14 +11,14 @@ REACHED = {
     "cli/": 1_290,
     "core/": 8_475,
     "hooks/": 80,
-    "operators/": 645,
+    "operators/": 705,
     "plugin/": 1_900,
     "runs/": 5_240,
     "sensors/": 330,
     "sinks/": 890,
-    "spark/": 1_685,
+    "spark/": 1_705,
     "staging/": 4_390,
-    "submit/": 445,
+    "submit/": 500,
     "testing/": 3_765,
     "triggers/": 170,
     "*.py": 560,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 43_240,
-    "tests and scripts": 65_385,
+    "package": 43_365,
+    "tests and scripts": 65_935,
 }
 
 MODULE = '''"""A module.
