@@ -185,6 +185,20 @@ class CommitsToPostgres(Commits):
     place = Postgres
 
 
+class CommitsOnSpark(Commits):
+    """The same on Spark: its driver commits."""
+
+    batchers = {
+        "default": Batcher(
+            engine="spark", batch_size=6, batch_timeout=None, sink=ParquetFolder(path="/given")
+        )
+    }
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        rows = messages.where("int(data) % 5 != 2").selectExpr("concat('n', data) AS number")
+        return Rows(rows, failed=failed(messages.where("int(data) % 5 = 2"), reason="five"))
+
+
 class Refills(Batches):
     """Writes each batch into a file; before a past interval is handled again the files are removed.
 
@@ -217,6 +231,7 @@ PIPELINES: dict[str, type[Struck]] = {
     "commits": Commits,
     "commits to delta": CommitsToDelta,
     "commits to postgres": CommitsToPostgres,
+    "commits on spark": CommitsOnSpark,
     "refills": Refills,
     "on spark": OnSpark,
     "mixed": Mixed,

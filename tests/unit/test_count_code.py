@@ -31,7 +31,7 @@ REACHED = {
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
     "package": 43_365,
-    "tests and scripts": 65_935,
+    "tests and scripts": 65_950,
 }
 
 MODULE = '''"""A module.
