@@ -37,6 +37,13 @@ class _Parser(argparse.ArgumentParser):
         print_error(f"{printable(message)} (see {self.prog} --help)")
         raise SystemExit(2)
 
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses unknown options here, where the command is known."""
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""

@@ -75,28 +75,28 @@ class Depths:
         """Queries all pipelines whose producer options were reported, in one child process, because
         starting one takes seconds.
         """
-        asked = [
+        pipelines = [
             (staging, key, reported.queues)
             for staging, key, reported in wanted
             if isinstance(reported, BacklogReport) and reported.queues  # else the report stays
         ]
-        if not asked:
+        if not pipelines:
             return
         queues = [
             {"key": str(number), "queues": options, "staging": staging}
-            for number, (staging, _, options) in enumerate(asked)
+            for number, (staging, _, options) in enumerate(pipelines)
         ]
         question = {"ask": "depth", "seconds": _TIMEOUT, "queues": queues}
         now = self._clock.now()
         try:
             answer = await self._children.ask(question)
         except ChildError as error:
-            depths = [Depth(unknown=str(error), at=now)] * len(asked)
+            depths = [Depth(unknown=str(error), at=now)] * len(pipelines)
         else:
             fields = (*QueueDepth._fields, "unknown")
             rows = [{name: depth[name] for name in fields} for depth in answer.value]
             depths = [Depth(at=answer.at, **row) for row in rows]
-        for (staging, key, _), depth in zip(asked, depths, strict=True):
+        for (staging, key, _), depth in zip(pipelines, depths, strict=True):
             self._known[staging, key] = depth
         while len(self._known) > MOST_REMEMBERED:
             del self._known[next(iter(self._known))]

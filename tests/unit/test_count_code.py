@@ -30,7 +30,7 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 43_365,
+    "package": 43_370,
     "tests and scripts": 65_950,
 }
 

@@ -332,8 +332,6 @@ def put_new(fs: Any, path: str, data: bytes) -> bool:
             if not _is_conflict(error):
                 raise
             fs.invalidate_cache(path.rpartition("/")[0])
-            if object_exists(fs, path):
-                return False
         else:
             return True
 

@@ -106,6 +106,8 @@ def test_missing_file_is_a_one_line_error(tmp_path, command):
         ),
         ("queue send --queue n", "one of the arguments --path --conn-id is required"),
         ("show --dag-id d", "the following arguments are required: --run-id"),
+        ("runs --dagid d", "unrecognized arguments: --dagid d (see airflow-broadway runs --help)"),
+        ("--foo runs", "unrecognized arguments: --foo (see airflow-broadway --help)"),
     ],
 )
 def test_wrong_arguments_are_a_one_line_error(capsys, arguments, error):
