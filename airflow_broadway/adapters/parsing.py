@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from airflow_broadway.core.errors import OptionsError
@@ -28,6 +29,12 @@ def pipeline_ref(pipeline: object, task: str = "") -> dict[str, Any]:
     if known is None:
         return ref
     known.check_callbacks(known.batchers)
+    if known.archive is not None and find_spec("deltalake") is None:
+        raise OptionsError(
+            "archive",
+            "None where deltalake is not installed (pip install 'airflow-broadway[delta]')",
+            known.archive,
+        )
     summary = {
         "name": known.name,
         "broker": known.producer.kind or type(known.producer).__name__,

@@ -162,34 +162,20 @@ def _add_runs(commands: Any) -> None:
 
 
 def _add_archive(commands: Any) -> None:
-    text = "List, import, export or purge a pipeline's archived messages."
+    text = "Count or purge a pipeline's archived messages."
     actions = _add_group(commands, "archive", text)
     parsers = {}
     for name, text in (
         ("list", "Count messages by day or hour."),
-        ("show", "Show the messages of an interval, in order."),
-        ("failed", "List failures of archive runs and replays, with reason and run."),
-        ("import", "Import the rows of a file atomically: Parquet, JSON lines or CSV."),
-        ("export", "Export an interval to a file: Parquet or JSON lines."),
         ("purge", "Remove hours for good."),
     ):
         parser = parsers[name] = _add_command(actions, name, text, "archive.archive")
         _add(parser, "--pipeline-name", "NAME", "the pipeline's name", required=True)
         _add_shared(parser, "--staging")
-        if name in ("import", "export"):
-            parser.add_argument("file", metavar="FILE")
-        if name not in ("import", "failed"):
-            for edge in ("--start", "--end"):
-                text = "in ISO 8601; UTC without an offset"
-                _add(parser, edge, "WHEN", text, type=_timestamp, required=name != "list")
+        for edge in ("--start", "--end"):
+            text = "in ISO 8601; UTC without an offset"
+            _add(parser, edge, "WHEN", text, type=_timestamp, required=name != "list")
     _add_flag(parsers["list"], "--hours", "by hour, not by day")
-    _add(parsers["show"], "--limit", "N", "50 by default", type=_positive, default=50)
-    columns = parsers["import"].add_argument_group("columns of the file")
-    _add(columns, "--time", "COLUMN", "the message's time", required=True)
-    _add(columns, "--payload", "COLUMN", "data; the row as JSON by default")
-    _add(columns, "--id", "COLUMN", "unique; made of file and row by default")
-    formats = ("parquet", "jsonl", "csv")
-    _add(parsers["import"], "--format", None, "by the file's name by default", choices=formats)
     _add_flag(parsers["purge"], "--yes", "confirm")
 
 

@@ -27,8 +27,8 @@ from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.core.text import cut as cut_bytes
 from airflow_broadway.core.text import many, table
 from airflow_broadway.runs.reading.payload import hex_lines
-from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.archive.letters import ArchiveLetters
+from airflow_broadway.staging.archive.table import archive_folder
 
 #: Bytes of a payload that are printed without --bytes.
 _BYTES = 2_000

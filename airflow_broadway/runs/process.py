@@ -300,7 +300,7 @@ class Process:
             already_applied=stager.already_applied,
             settled_now=stager.settled_now.to_json(),
             **asdict(written),
-            archived=archive.close().to_json(),
+            archived=archive.close(),
             stopped=receiving.ended or self._stop.reason(),
             started_at=self._started.isoformat(),
             ended_at=self.env.clock.now().isoformat(),

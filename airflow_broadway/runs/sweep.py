@@ -20,8 +20,7 @@ from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sources.pipelines import Custodians
 from airflow_broadway.runs.watch import RunWatcher
-from airflow_broadway.staging.archive.layout import archive_folder
-from airflow_broadway.staging.archive.removal import remove_old
+from airflow_broadway.staging.archive.table import archive_folder, maintain
 from airflow_broadway.staging.retention import KEEP, remove_run, sweep_retention
 from airflow_broadway.staging.run_folder import (
     SETTLED,
@@ -196,7 +195,7 @@ def _settle(
 
 def remove_old_runs(run: StagedRun, pipeline: Pipeline) -> None:
     """Removes files past their retention: of this Dag's runs, temporary files of the producer, and
-    hours of the archive past its ``keep``.
+    hours of the archive past its ``keep``, others of which it compacts.
     """
     try:
         sweep_retention(run.store, run.pipeline, run.dag_id, spared=[run.run_id])
@@ -206,8 +205,8 @@ def remove_old_runs(run: StagedRun, pipeline: Pipeline) -> None:
                 folder = run.store.folder(f"{owner}/{pipeline.producer.kind}")
                 folder.remove_temporary("", before, below=True)
         archive = pipeline.archive
-        if archive is not None and archive.keep is not None:
-            remove_old(archive_folder(run.store, run.pipeline), archive.keep, run.clock.now())
+        if archive is not None:
+            maintain(archive_folder(run.store, run.pipeline), archive.keep, run.clock.now())
     except BroadwayError as error:
         # The role may be allowed to write but not to delete; this must not fail the run.
         log.warning("Could not remove the files of old runs: %s", error)

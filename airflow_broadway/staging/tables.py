@@ -40,7 +40,12 @@ _NO_DICTIONARY = frozenset(
     }
 )
 #: Columns with statistics, whose bounds or null counts are read first.
-_STATISTICS = ("batch", "chunk", "data_json", "position", "received_at", "source", "time")
+_STATISTICS = frozenset(
+    {
+        *("batch", "chunk", "data_json", "position", "received_at", "source"),
+        *("time", "untimed", "was"),
+    }
+)
 
 
 #: The columns without nulls.
@@ -143,6 +148,9 @@ class TableFiles:
     ) -> None:
         self._whole = whole
         self.paths: list[str] = []
+        #: The footers of the finished files, and their sizes in bytes.
+        self.footers: list[pq.FileMetaData] = []
+        self.sizes: list[int] = []
         self._folder = folder
         self._stem = stem
         self._schema = schema
@@ -176,6 +184,7 @@ class TableFiles:
                 write_statistics=counted,
                 store_schema=True,
                 write_page_checksum=True,
+                metadata_collector=self.footers,
             )
         return sink
 
@@ -186,6 +195,7 @@ class TableFiles:
             with self._translated():
                 try:
                     self._writer.close()
+                    self.sizes.append(sink.file.tell())
                     sink.commit()
                 finally:
                     sink.abort()

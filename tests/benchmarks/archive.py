@@ -3,7 +3,7 @@
 ``.kept`` is a process stage whose messages are kept, to be compared with the same stage without an
 archive: ``archive.nothing`` on messages that cost nothing and callbacks that do nothing, where the
 share is the largest that it can be, ``archive.flights`` on the demo's.  ``.cpu`` is the processor
-time of a message.  ``archive.read`` reads an interval of an hour, imported beforehand, in order and
+time of a message.  ``archive.read`` reads an interval of an hour, written beforehand, in order and
 as messages; ``.peak`` is its memory.
 """
 
@@ -14,22 +14,18 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from airflow_broadway import Archive, Interval
+from airflow_broadway import Archive, Interval, Message
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs.sources.archived import ArchiveSource
-from airflow_broadway.staging.archive.exchange import Chosen, import_file
-from airflow_broadway.staging.archive.layout import archive_folder
+from airflow_broadway.staging.archive.table import append, archive_folder, partition_of
+from airflow_broadway.staging.archive.writer import ArchiveWriter
 from airflow_broadway.staging.store import Store
 from scripts.load_flights import flights as every_flight
 from scripts.load_flights import load
 from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median, memory, rate
-from tests.benchmarks.made_up import BODY
+from tests.benchmarks.made_up import BODY, MadeUpProducer
 from tests.benchmarks.stages import run_stage
 
 MESSAGES = 200_000
@@ -102,7 +98,7 @@ def reading(messages: int) -> Figures:
     """An hour of an archive, read to its end."""
     with folder_of_its_own() as folder:
         store = Store.open(f"file://{folder}/staging")
-        fill(store, folder, messages)
+        fill(store, messages)
         env = ProducerEnv(
             pipeline="b",
             store=store,
@@ -121,10 +117,14 @@ def reading(messages: int) -> Figures:
     return [rate("archive.read", messages, seconds), memory("archive.read", peak)]
 
 
-def fill(store: Store, folder: Path, messages: int) -> None:
+def fill(store: Store, messages: int) -> None:
     step = timedelta(hours=1) / messages
-    times = [START + step * ((number * 7919) % messages) for number in range(messages)]
-    rows = pa.table({"at": times, "body": pa.repeat(BODY, messages)})
-    pq.write_table(rows, folder / "rows.parquet")
-    chosen = Chosen(time="at", payload="body")
-    import_file(archive_folder(store, "b"), folder / "rows.parquet", chosen, START)
+    own, archive = store.folder("own"), archive_folder(store, "b")
+    with ArchiveWriter(own, "hour", MadeUpProducer(), Archive()) as writer:
+        for number in range(messages):
+            at = START + step * (number * 7919 % messages)
+            writer.add([Message(BODY, message_id=f"m-{number}", received_at=at)])
+        [file] = writer.close()
+    target = f"{partition_of(file.hour)}/hour.parquet"
+    own.copy(file.path, archive, target)
+    append(archive, "hour", [file._replace(path=target)], START)

@@ -25,12 +25,13 @@ def check_archive(
 
     archived_id: Any = getattr(subject, "archived_id", lambda row: row["message_id"])
     archived: set[str] = set()
-    for index in archive.glob("index/*.json"):
-        for path in json.loads(index.read_text())["files"]:
-            # Without threads: this process forks.
-            rows = parquet.ParquetFile(archive / path).read(
-                ["message_id", "metadata"], use_threads=False
-            )
+    # Not by delta-rs, and without threads: this process forks.
+    for commit in archive.glob("_delta_log/*.json"):
+        for action in map(json.loads, commit.read_text().splitlines()):
+            if "add" not in action:
+                continue
+            path = archive / action["add"]["path"]
+            rows = parquet.ParquetFile(path).read(["message_id", "metadata"], use_threads=False)
             archived.update(map(archived_id, rows.to_pylist()))
     for place, key in enumerate(ids):
         if tally.fates[place] and key not in archived:

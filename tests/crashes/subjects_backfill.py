@@ -77,7 +77,7 @@ class _Backfills(LiveBefore):
 
     def letters(self) -> list[Letter]:
         """Repeated failures: another run of the interval adds them again, with a mark."""
-        folder = self.work / "staging" / self.pipeline.__name__ / "_archive" / "failed"
+        folder = self.work / "staging" / self.pipeline.__name__ / "_archive" / "_failed"
         lines = [
             json.loads(line)
             for path in sorted(folder.glob("*.jsonl"))

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway.core.model.run_source import Interval
-from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.archive.reader import look, tables
+from airflow_broadway.staging.archive.table import archive_folder
 from airflow_broadway.staging.store import Store
 from scripts.airflow_env import airflow_env
 from scripts.local_airflow import FINISHED, LocalAirflow, free_port
@@ -160,7 +160,7 @@ class _Past:
         self._case.tell(f"  kill {self._found.killed.total()}: {target}")
 
     def _killed_publishing(self, run_id: str) -> bool:
-        """Kills the settling task once files of a generation are archived but not indexed.
+        """Kills the settling task once files of a generation are placed but not committed.
 
         Whether that was so still when it was dead.
         """
@@ -180,9 +180,14 @@ class _Past:
         return False
 
     def _unnamed(self) -> set[str]:
-        """Generations of which files lie in the archive, and that no index names."""
+        """Generations of which files lie in the archive, and that no commit has."""
         folder = self._case.folder / "staging" / self._archive.path
-        named = {path.stem for path in (folder / "index").glob("*.json")}
+        actions = [
+            json.loads(line)
+            for path in (folder / "_delta_log").glob("*.json")
+            for line in path.read_text().splitlines()
+        ]
+        named = {action["txn"]["appId"] for action in actions if "txn" in action}
         return {path.name[:32] for path in folder.glob("date=*/hour=*/*.parquet")} - named
 
     # -- what came of it -----------------------------------------------------------------------
@@ -230,7 +235,7 @@ class _Past:
 
     def _check_failed(self, wanted: set[int]) -> None:
         """Failures of a backfill are kept next to the archive, once per run that failed them."""
-        folder = self._case.folder / "staging" / self._archive.path / "failed"
+        folder = self._case.folder / "staging" / self._archive.path / "_failed"
         lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
         failed: dict[str, Counter[int]] = defaultdict(Counter)
         for letter in map(json.loads, lines):

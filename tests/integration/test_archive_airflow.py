@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.archive.reader import look
+from airflow_broadway.staging.archive.table import archive_folder
 from airflow_broadway.staging.store import Store
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port

@@ -7,8 +7,8 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 640,
-    "cli/": 1_290,
+    "adapters/": 645,
+    "cli/": 1_220,
     "core/": 8_475,
     "hooks/": 80,
     "operators/": 705,
@@ -17,7 +17,7 @@ REACHED = {
     "sensors/": 330,
     "sinks/": 890,
     "spark/": 1_705,
-    "staging/": 4_390,
+    "staging/": 4_185,
     "submit/": 500,
     "testing/": 3_765,
     "triggers/": 170,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_050,
     "producers/*.py": 50,
-    "package": 43_370,
-    "tests and scripts": 65_950,
+    "package": 43_100,
+    "tests and scripts": 66_025,
 }
 
 MODULE = '''"""A module.

@@ -5,6 +5,7 @@ It is created once, last: an execution that dies before has no effect.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +71,7 @@ class Manifest(Staged, SealedFile):
     started_at: str
     ended_at: str
     seconds: dict[str, float] = field(default_factory=dict)
-    archived: dict[str, Any] = field(default_factory=dict)
+    archived: Sequence[Sequence[Any]] = ()
     already_applied: int = 0
     version: int = VERSION
     release: str = __version__

@@ -45,11 +45,10 @@ from airflow_broadway.core.model.run_source import (
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.encoding import load, load_key
 from airflow_broadway.core.text import many
-from airflow_broadway.staging.archive.coverage import gaps_of, remarks_of
-from airflow_broadway.staging.archive.failed import put_failed
-from airflow_broadway.staging.archive.layout import archive_folder
+from airflow_broadway.staging.archive.letters import put_failed
 from airflow_broadway.staging.archive.metadata import metadata_of
 from airflow_broadway.staging.archive.reader import ArchivedInterval, look, tables
+from airflow_broadway.staging.archive.table import archive_folder
 from airflow_broadway.staging.run_folder import iter_unsettled
 from airflow_broadway.staging.store import Folder
 
@@ -130,7 +129,7 @@ class ArchiveSource:
             state={
                 "ordered": True,
                 "interval": [bound.isoformat() for bound in interval],
-                "notes": [] if self._stopped else [*gaps, *remarks_of(contents)],
+                "notes": [] if self._stopped else [*gaps, *contents.remarks()],
             },
         )
 
@@ -160,14 +159,14 @@ class ArchiveSource:
                     key = row["batch_key"]
                     yield Message(
                         _decode_data(row["payload"], row["form"]),
-                        metadata=metadata_of(row["metadata"]),
+                        metadata=metadata_of(row["metadata"] or "{}"),
                         acknowledger=ref,
                         message_id=row["message_id"],
                         batch_key=DEFAULT if key is None else load_key(json.loads(key)),
                         redelivered=True,
-                        received_at=row["received_at"],
+                        received_at=row["received_at"] or row["time"],
                         position=position,
-                        size=row["size"],
+                        size=len(row["payload"]) if row["size"] is None else row["size"],
                     )
                     position += 1
 
@@ -180,9 +179,8 @@ def find_range(
     :raises RequestRefused: If the interval has gaps and ``on_gap`` is ``"refuse"``.
     :raises StagingError: If it cannot be read.
     """
-    archive = folder_of(env)
-    contents = look(archive, interval)
-    gaps = gaps_of(archive, contents, interval, options, env.clock.now())
+    contents = look(folder_of(env), interval)
+    gaps = contents.gaps(interval, options, env.clock.now())
     gaps += _find_unsettled(env, interval, options)
     if gaps and options.on_gap == "refuse":
         raise RequestRefused(

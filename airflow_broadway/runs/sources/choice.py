@@ -33,7 +33,7 @@ PARAMS: Final = (
 
 _ADD_ARCHIVE: Final = (
     "set archive = Archive() on the pipeline, so that messages received from then on can be"
-    " replayed; `airflow-broadway archive import` adds messages from files"
+    " replayed; docs/backfills.md shows how to add messages from files"
 )
 
 

@@ -6,33 +6,29 @@ the archive once, however often it was delivered.  A broker may still redeliver 
 readers drop duplicate ids.
 
 A dead letter was settled and is in the archive.  If it is requeued under another id, it is there
-under both ids, and the later one has the final outcome.  So ``again`` lists the dead letters, and
-readers drop these.
+under both ids, and the later one has the final outcome.  So readers drop the former, which the
+column ``was`` of the later one names.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
-from collections.abc import Collection, Iterator
 
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
-from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.text import many
-from airflow_broadway.staging.archive.layout import (
-    AGAIN,
-    BEGUN,
+from airflow_broadway.staging.archive.table import (
     COLUMNS,
-    Index,
+    DataFile,
+    append,
     archive_folder,
-    digest_of,
-    index_path,
+    has_appended,
+    open_table,
     partition_of,
-    put_index,
+    sync_log,
 )
-from airflow_broadway.staging.archive.writer import Archived, id_column
+from airflow_broadway.staging.archive.writer import data_files, id_column
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import Folder
@@ -46,7 +42,7 @@ def publish(
 ) -> None:
     """Publishes a generation's messages to the archive atomically; idempotent.
 
-    Of several calls the first index is final.
+    Of several calls the first commit is final.
 
     :param report: The report of the settlement.
     :raises StagingError: If the archive cannot be written.
@@ -55,101 +51,52 @@ def publish(
     if again.all_but and not again.ids:
         return
     archive = archive_folder(run.store, run.pipeline)
-    if archive.exists(index_path(record.generation)):
+    table = open_table(archive)
+    if has_appended(table, record.generation):
+        sync_log(archive)  # its writer may have been killed before it did
         return
-    archived = Archived.from_json(manifest.archived)
-    files: dict[str, int] = {}
-    hours: set[int] = set()
-    for number, (path, hour, rows) in enumerate(archived.files):
-        name = f"{partition_of(hour)}/{record.generation}-{number:05d}"
+    files: list[DataFile] = []
+    for number, entry in enumerate(manifest.archived):
+        file = DataFile(*entry)
+        target = f"{partition_of(file.hour)}/{record.generation}-{number:05d}"
         try:
-            placed = _publish_file(run.files, path, archive, name, again, rows)
+            files += _place_file(run.files, file, archive, target, again)
         except FileNotFoundError:
-            log.error("%s of the archive is lost: %s was removed.", many(rows, "message"), path)
-            continue
-        if placed[1]:
-            files[placed[0]] = placed[1]
-            hours.add(hour)
-    if files:
-        _record_begin(archive, record)
-        _write_index(archive, run, record, files, hours, archived)
+            log.error(
+                "%s of the archive is lost: %s was removed.", many(file.rows, "message"), file.path
+            )
+    if files and append(archive, record.generation, files, run.clock.now(), table):
+        count = many(sum(file.rows for file in files), "message")
+        log.info("Generation %s: %s archived.", record.generation, count)
 
 
-def _publish_file(
-    own: Folder, path: str, archive: Folder, name: str, again: ComingAgain, rows: int
-) -> tuple[str, int]:
-    """Copies a file without messages to be redelivered; returns its path and message count."""
+def _place_file(
+    own: Folder, file: DataFile, archive: Folder, target: str, again: ComingAgain
+) -> list[DataFile]:
+    """Places a file in the archive without messages to be redelivered; none if none is left."""
     if again.ids:
         # A concurrent settler may exclude other messages, so each has its own files.
-        return _copy_filtered(own, path, archive, f"{name}-{uuid.uuid4().hex[:8]}", again)
-    target = f"{name}.parquet"
-    if not archive.exists(target):
-        own.copy(path, archive, target)
-    return target, rows
+        return _place_filtered(own, file, archive, f"{target}-{uuid.uuid4().hex[:8]}", again)
+    placed = file._replace(path=f"{target}.parquet")
+    if not archive.exists(placed.path):
+        own.copy(file.path, archive, placed.path)
+    return [placed]
 
 
-def _copy_filtered(
-    own: Folder, path: str, archive: Folder, stem: str, again: ComingAgain
-) -> tuple[str, int]:
+def _place_filtered(
+    own: Folder, file: DataFile, archive: Folder, stem: str, again: ComingAgain
+) -> list[DataFile]:
     files = TableFiles(archive, stem, COLUMNS, whole=True)
     named = id_column(sorted(again.ids))
-    rows = 0
     try:
-        with ParquetFile(own, path) as file:
-            for group in range(file.groups):
-                table = file.read(group)
+        with ParquetFile(own, file.path) as source:
+            for group in range(source.groups):
+                table = source.read(group)
                 mask = pc.is_in(table["message_id"], value_set=named)
                 kept = table.filter(mask if again.all_but else pc.invert(mask))
                 if kept.num_rows:
                     files.write([kept])
-                    rows += kept.num_rows
         files.close()
     finally:
         files.abort()
-    return (files.paths or [""])[0], rows
-
-
-def _record_begin(archive: Folder, record: GenerationRecord) -> None:
-    """Records the begin of the archive unless it is recorded."""
-    if not archive.exists(BEGUN):
-        begun = {"version": VERSION, "since": record.opened_at}
-        archive.create(BEGUN, json.dumps(begun))
-
-
-def _write_again(archive: Folder, record: GenerationRecord, files: Collection[str]) -> str:
-    """Records the messages that were dead letters, with digest of the payload and file."""
-    path = f"{AGAIN}/{record.generation}-{uuid.uuid4().hex[:8]}.jsonl"
-    archive.write_lines(path, _iter_again(archive, files))
-    return path
-
-
-def _iter_again(archive: Folder, files: Collection[str]) -> Iterator[str]:
-    for path in files:
-        with ParquetFile(archive, path) as file:
-            for group in range(file.groups):
-                table = file.read(group, ["was", "payload"])
-                for row in table.filter(pc.is_valid(table["was"])).to_pylist():
-                    yield json.dumps([row["was"], digest_of(row["payload"]), path])
-
-
-def _write_index(
-    archive: Folder,
-    run: StagedRun,
-    record: GenerationRecord,
-    files: dict[str, int],
-    hours: Collection[int],
-    archived: Archived,
-) -> None:
-    index = Index(
-        generation=record.generation,
-        dag_id=run.dag_id,
-        run_id=run.run_id,
-        files=files,
-        untimed=archived.untimed,
-        why=archived.why,
-        at=run.clock.now().isoformat(),
-        again=_write_again(archive, record, files) if archived.again else "",
-    )
-    if put_index(archive, index, hours):
-        count = many(sum(files.values()), "message")
-        log.info("Generation %s: %s archived.", record.generation, count)
+    return data_files({file.hour: files})

@@ -1,16 +1,13 @@
 """Reads an interval of an archive in order of time and id, each message once.
 
 The result and its order depend only on the interval and the archive.  Memory holds the messages of
-one hour.
+one hour.  Files are found by the table's log, and read by staging's own client.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -18,20 +15,16 @@ from typing import Any, Final
 import pyarrow as pa
 
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.formats.layout import read_json
+from airflow_broadway.core.model.pipeline_options import Archive
 from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.text import many
-from airflow_broadway.staging.archive.layout import (
-    AGAIN,
-    BEGUN,
-    HOURS,
-    REMOVED,
-    Index,
+from airflow_broadway.staging.archive.table import (
+    COLUMNS,
     digest_of,
+    files_by_hour,
     hour_of,
-    index_path,
-    parsed,
-    partition_of,
+    open_table,
+    removed_intervals,
     start_of,
 )
 from airflow_broadway.staging.arrow_schema import array_of
@@ -39,78 +32,63 @@ from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TIMESTAMP, ParquetFile
 
-_FILE: Final = re.compile(r"([0-9a-f]{32})-.+\.parquet")
-_DATE: Final = re.compile(r"date=(\d{4}-\d\d-\d\d)")
-_HOUR: Final = re.compile(r"hour=(\d\d)")
-_MARK: Final = re.compile(r"(\d\d)-([0-9a-f]{32})")
 _ORDER: Final = [("time", "ascending"), ("message_id", "ascending"), ("received_at", "ascending")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchivedInterval:
-    """The files of an interval in an archive.
+    """The files of an interval in an archive, as of one version of its table.
 
-    :param hours: Hour → its files that count → their number of messages.
-    :param lost: Files that an index names but that do not exist.
-    :param untimed: Reason → number of messages without a time of their own, of the executions with
-        files in the interval; only the first reason of each execution is recorded.
+    :param hours: Hour → its files → their number of messages.
+    :param lost: Files of the interval that do not exist.
+    :param untimed: Reason → number of messages without a time of their own; only the first reason
+        of each execution is recorded.
+    :param again: Files, of any hour, with dead letters that were requeued under another id.
+    :param begun: The time at which the archive was begun; ``None`` if it was not.
+    :param removed: Intervals that were removed, by retention or by hand.
     """
 
-    hours: Mapping[int, Mapping[str, int]]
+    hours: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
     untimed: Mapping[str, int] = field(default_factory=dict)
+    again: tuple[str, ...] = ()
+    begun: datetime | None = None
+    removed: tuple[Interval, ...] = ()
 
     @property
     def messages(self) -> int:
         """Number of messages in these files; those at the edges may be outside the interval."""
         return sum(sum(files.values()) for files in self.hours.values())
 
+    def gaps(self, interval: Interval, options: Archive, now: datetime) -> list[str]:
+        """Lists the known gaps of the interval, one sentence each.
 
-def hours_of(archive: Folder, interval: Interval | None = None) -> Iterator[int]:
-    """Yields the hours with a folder or a mark, in order."""
-    for hour, _ in _hours(archive, interval):
-        yield hour
+        An hour without messages is not a gap, since a queue may be idle.
+        """
+        if self.begun is None:
+            return ["nothing was archived yet: messages are, once a run has settled them"]
+        gaps: list[str] = []
+        # For another time field it is unknown when the last message of an interval arrives.
+        by_arrival = options.time in ("received_at", "enqueued_at")
+        if not self.hours:
+            gaps.append("nothing is archived of it")
+        if options.time == "received_at" and interval.start < self.begun:
+            gaps.append(f"the archive was begun only at {self.begun.isoformat()}")
+        if by_arrival and interval.end > now:
+            gaps.append(f"it is not over yet: it ends at {interval.end.isoformat()}")
+        if any(span.start < interval.end and interval.start < span.end for span in self.removed):
+            gaps.append("some of it was removed, by retention or by hand")
+        if self.lost:
+            gaps.append(f"{many(len(self.lost), 'file')} of it are gone, such as {self.lost[0]}")
+        return gaps
 
-
-def generations_in(archive: Folder, hour: int) -> set[str]:
-    """Returns the generations that have or had files in an hour."""
-    names = archive.list(partition_of(hour))
-    marked = {
-        generation
-        for other, marked in _hours(archive, Interval(start_of(hour), start_of(hour + 1)))
-        for generation in marked
-        if other == hour
-    }
-    return marked | {match[1] for match in map(_FILE.fullmatch, names) if match}
-
-
-def _hours(archive: Folder, interval: Interval | None) -> Iterator[tuple[int, set[str]]]:
-    """Yields hours with the generations that have marks in them."""
-    first = None if interval is None else hour_of(interval.start)
-    last = None if interval is None else _last_hour(interval)
-    folders, noted = set(archive.list("")), set(archive.list(HOURS))
-    for date in sorted(folders | noted):
-        day = _DATE.fullmatch(date)
-        if day is None:
-            continue
-        midnight = hour_of(datetime.fromisoformat(day[1]).replace(tzinfo=UTC))
-        if (first is not None and midnight + 23 < first) or (last is not None and midnight > last):
-            continue
-        by_hour: dict[int, set[str]] = {}
-        for match in map(_HOUR.fullmatch, archive.list(date) if date in folders else ()):
-            if match:
-                by_hour.setdefault(midnight + int(match[1]), set())
-        for match in map(_MARK.fullmatch, archive.list(f"{HOURS}/{date}") if date in noted else ()):
-            if match:
-                by_hour.setdefault(midnight + int(match[1]), set()).add(match[2])
-        for hour in sorted(by_hour):
-            if (first is None or first <= hour) and (last is None or hour <= last):
-                yield hour, by_hour[hour]
-
-
-def _last_hour(interval: Interval) -> int:
-    last = hour_of(interval.end)
-    return last - 1 if start_of(last) == interval.end else last
+    def remarks(self) -> Sequence[str]:
+        """Lists remarks about the archived messages, as sentences."""
+        return [
+            f"{many(count, 'message')} of its hours had no time, and were archived by their time of"
+            f" receipt: {why}"
+            for why, count in self.untimed.items()
+        ]
 
 
 def look(archive: Folder, interval: Interval | None = None) -> ArchivedInterval:
@@ -118,71 +96,53 @@ def look(archive: Folder, interval: Interval | None = None) -> ArchivedInterval:
 
     :raises StagingError: If a newer release wrote the archive, or it cannot be read.
     """
-    present: dict[int, set[str]] = {}
-    generations: set[str] = set()
-    for hour, marked in _hours(archive, interval):
-        present[hour] = set(archive.list(partition_of(hour)))
-        generations |= marked
-        generations.update(match[1] for match in map(_FILE.fullmatch, present[hour]) if match)
-    # Concurrently: each read costs a round trip to an object store.
-    indexes = list(_read_indexes(archive, sorted(generations)))
+    table = open_table(archive)
+    if table is None:
+        return ArchivedInterval()
     hours: dict[int, dict[str, int]] = {}
     lost: list[str] = []
-    named: dict[str, dict[str, int]] = {}
-    for index in indexes:
-        for path, rows in index.files.items():
-            named.setdefault(path.rpartition("/")[0], {})[path] = rows
-    for hour, names in present.items():
-        files = named.get(partition_of(hour), {})
-        there = {path: n for path, n in files.items() if path.rpartition("/")[2] in names}
-        lost += sorted(files.keys() - there)
-        if there:
-            hours[hour] = dict(sorted(there.items()))
+    again: list[str] = []
     untimed = Counter[str]()
-    for index in indexes:
-        if index.untimed:
-            untimed[index.why] += index.untimed
-    return ArchivedInterval(hours=hours, lost=tuple(lost), untimed=dict(untimed))
+    first, last = (0, 0) if interval is None else (hour_of(interval.start), _end_of(interval))
+    for hour, files in sorted(files_by_hour(table).items()):
+        again += [file["path"] for file in files if _has_values(file, "was")]
+        if interval and not first <= hour < last:
+            continue
+        present = _present(archive, [file["path"] for file in files])
+        for file in sorted(files, key=lambda file: str(file["path"])):
+            path = file["path"]
+            if path not in present:
+                lost.append(f"{archive.path}/{path}")
+                continue
+            hours.setdefault(hour, {})[path] = file["num_records"] or 0
+            if _has_values(file, "untimed"):
+                for part in _groups(archive, path, ["untimed"]):
+                    untimed.update(map(str, part["untimed"].drop_null().to_pylist()))
+    return ArchivedInterval(
+        hours=hours,
+        lost=tuple(lost),
+        untimed=dict(untimed),
+        again=tuple(path for path in again if archive.exists(path)),
+        begun=datetime.fromtimestamp(table.metadata().created_time / 1000, UTC),
+        removed=tuple(removed_intervals(table)),
+    )
 
 
-def _read_indexes(archive: Folder, generations: Sequence[str]) -> Iterator[Index]:
-    """Reads the indexes of generations, except of unsettled ones, which have none."""
-    for path, text in archive.read_all([index_path(generation) for generation in generations]):
-        if text is not None:
-            yield Index.loads(text, f"{archive.path}/{path}")
+def _end_of(interval: Interval) -> int:
+    """Returns the hour after the last one of the interval."""
+    last = hour_of(interval.end)
+    return last if start_of(last) == interval.end else last + 1
 
 
-def read_index(archive: Folder, generation: str) -> Index | None:
-    """Reads the index of a generation; ``None`` if there is none.
-
-    :raises StagingError: If a newer release wrote it, or it is damaged.
-    """
-    path = index_path(generation)
-    try:
-        return Index.loads(archive.read(path), f"{archive.path}/{path}")
-    except FileNotFoundError:
-        return None
+def _present(archive: Folder, paths: Collection[str]) -> set[str]:
+    """Returns those of the paths that exist, by a listing of each folder."""
+    folders = {path.rpartition("/")[0] for path in paths}
+    return {f"{folder}/{name}" for folder in folders for name in archive.list(folder)}
 
 
-def begun_at(archive: Folder) -> datetime | None:
-    """Returns the time at which the archive was begun; ``None`` if it is empty."""
-    try:
-        return parsed(read_json(archive.read(BEGUN), f"{archive.path}/{BEGUN}"), "since")
-    except FileNotFoundError:
-        return None
-
-
-def removed_in(archive: Folder, interval: Interval) -> bool:
-    """Whether any part of an interval was removed, by retention or by hand."""
-    for _, text in archive.read_all([f"{REMOVED}/{name}" for name in archive.list(REMOVED)]):
-        value: dict[str, Any] = json.loads(text or "{}")
-        if (
-            value
-            and parsed(value, "start") < interval.end
-            and interval.start < parsed(value, "end")
-        ):
-            return True
-    return False
+def _has_values(file: Mapping[str, Any], column: str) -> bool:
+    nulls = file.get(f"null_count.{column}")  # None: its writer did not count them
+    return nulls is None or nulls != file["num_records"]
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -191,10 +151,10 @@ def removed_in(archive: Folder, interval: Interval) -> bool:
 def tables(archive: Folder, contents: ArchivedInterval, interval: Interval) -> Iterator[pa.Table]:
     """Yields the messages of an interval in order, one table per hour.
 
-    :raises StagingError: If a file cannot be read, or does not match its index.
+    :raises StagingError: If a file cannot be read, or does not match the log.
     """
     repeated = _redelivered_ids(archive, contents) if len(contents.hours) > 1 else frozenset()
-    again = _read_again(archive)
+    again = _read_again(archive, contents.again)
     seen: set[str] = set()
     for hour in sorted(contents.hours):
         table = _clip(_read_hour(archive, contents.hours[hour]), interval)
@@ -210,25 +170,32 @@ def tables(archive: Folder, contents: ArchivedInterval, interval: Interval) -> I
 def _read_hour(archive: Folder, files: Mapping[str, int]) -> pa.Table:
     parts: list[pa.Table] = []
     for path, rows in sorted(files.items()):
-        groups = list(_groups(archive, path))
+        groups = list(_groups(archive, path, COLUMNS.names))
         if sum(group.num_rows for group in groups) != rows:
             raise StagingError(
-                f"{archive.path}/{path} does not hold the {many(rows, 'message')} that its index"
-                " names: nothing of the interval is handled; restore the file, or purge its hour"
+                f"{archive.path}/{path} does not hold the {many(rows, 'message')} of the archive's"
+                " log: nothing of the interval is handled; restore the file, or purge its hour"
             )
         parts += groups
     return pa.concat_tables(parts).combine_chunks()
 
 
-def _groups(archive: Folder, path: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
+def _groups(archive: Folder, path: str, columns: list[str]) -> Iterator[pa.Table]:
     try:
         with ParquetFile(archive, path) as file:
             for group in range(file.groups):
-                yield file.read(group, columns)
+                yield _conform(file.read(group, [n for n in columns if n in file.columns]), columns)
     except FileNotFoundError:
         raise StagingError(
             f"{archive.path}/{path} was removed while the interval was read: run it again"
         ) from None
+
+
+def _conform(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Returns a table of any writer with these columns, in the archive's types."""
+    for name in set(columns) - set(table.column_names):
+        table = table.append_column(name, pa.nulls(table.num_rows, COLUMNS.field(name).type))
+    return table.select(columns).cast(pa.schema([COLUMNS.field(name) for name in columns]))
 
 
 def _clip(table: pa.Table, interval: Interval) -> pa.Table:
@@ -250,21 +217,13 @@ def _drop_duplicates(table: pa.Table) -> pa.Table:
     return table.filter(array_of(kept, pa.bool_()))
 
 
-def _read_again(archive: Folder) -> Mapping[str, set[str]]:
+def _read_again(archive: Folder, paths: Collection[str]) -> Mapping[str, set[str]]:
     """Reads the dead letters that were requeued under another id: id → digests of payloads."""
     named: dict[str, set[str]] = {}
-    for name in archive.list(AGAIN):
-        index, path = read_index(archive, name.partition("-")[0]), f"{AGAIN}/{name}"
-        if index is None or index.again != path:
-            continue
-        there: dict[str, bool] = {}
-        with suppress(FileNotFoundError):  # removed meanwhile, together with its messages
-            for line in archive.read(path).splitlines():
-                message_id, digest, file = json.loads(line)
-                if file not in there:
-                    there[file] = archive.exists(file)
-                if there[file]:  # in a removed hour there is no second copy
-                    named.setdefault(message_id, set()).add(digest)
+    for path in paths:
+        for table in _groups(archive, path, ["was", "payload"]):
+            for row in table.filter(pc.is_valid(table["was"])).to_pylist():
+                named.setdefault(row["was"], set()).add(digest_of(row["payload"]))
     return named
 
 
@@ -287,7 +246,7 @@ def _redelivered_ids(archive: Folder, contents: ArchivedInterval) -> frozenset[s
     for files in contents.hours.values():
         for path in files:
             for table in _groups(archive, path, ["message_id", "redelivered", "attempt"]):
-                again = pc.or_(table["redelivered"], pc.greater(table["attempt"], 1))
+                again = pc.or_kleene(table["redelivered"], pc.greater(table["attempt"], 1))
                 ids.update(table["message_id"].filter(again).to_pylist())
     return frozenset(ids)
 

@@ -1,14 +1,13 @@
 """Writes the messages that a process task receives for the archive, while it stages them.
 
 The files are in the generation's own folder.  At the settlement of the generation
-:mod:`.publication` copies them to the archive, without messages that the broker will redeliver.
+:mod:`.publication` adds them to the archive, without messages that the broker will redeliver.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Self
 
@@ -20,8 +19,14 @@ from airflow_broadway.core.model.message import DEFAULT, Message
 from airflow_broadway.core.model.pipeline_options import Archive
 from airflow_broadway.core.schema.encoding import dump, dump_key
 from airflow_broadway.core.text import cut, many
-from airflow_broadway.staging.archive.layout import COLUMNS, HOUR
 from airflow_broadway.staging.archive.metadata import texts_of
+from airflow_broadway.staging.archive.table import (
+    COLUMNS,
+    HOUR,
+    DataFile,
+    import_deltalake,
+    stats_of,
+)
 from airflow_broadway.staging.arrow_schema import array_of, table_of_columns
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
@@ -40,39 +45,16 @@ _REASON_LENGTH: Final = 300
 _MICROSECONDS: Final = pa.int64()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Archived:
-    """The files of a generation for the archive, as listed in its manifest.
-
-    :param files: Per file its path in the run's folder, its hour from 1970, and its message count.
-    :param untimed: Messages without a time, archived by ``received_at``; ``why`` is the reason of
-        the first of them.
-    :param again: Messages that were dead letters under another id.
-    """
-
-    files: list[list[Any]] = field(default_factory=list)
-    untimed: int = 0
-    why: str = ""
-    again: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns a JSON value; empty if there is no file."""
-        return asdict(self) if self.files else {}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Archived:
-        """Parses the output of :meth:`to_json`."""
-        return cls(**value)
-
-
 class ArchiveWriter:
     """Writes messages by the hour of their time, from one thread; buffers one row group.
 
     :param folder: The folder that paths are relative to.
     :param stem: The subfolder for the files.
+    :raises StagingError: If the archive's client is missing.
     """
 
     def __init__(self, folder: Folder, stem: str, producer: Producer, options: Archive) -> None:
+        import_deltalake(folder.store)
         self._folder = folder
         self._stem = stem
         self._producer = producer
@@ -81,9 +63,7 @@ class ArchiveWriter:
         self._bytes = 0
         self._files: dict[int, TableFiles] = {}
         self._open: set[int] = set()
-        self._rows: dict[str, list[Any]] = {}
         self._warned = False
-        self._again = 0
 
     def __enter__(self) -> Self:
         return self
@@ -104,8 +84,8 @@ class ArchiveWriter:
         if len(self._messages) >= GROUP_ROWS or self._bytes >= GROUP_BYTES:
             self._write()
 
-    def close(self) -> Archived:
-        """Finishes all files durably; idempotent.
+    def close(self) -> list[DataFile]:
+        """Finishes all files durably and returns them; idempotent.
 
         :raises StagingError: If they cannot be written.
         """
@@ -120,12 +100,7 @@ class ArchiveWriter:
                 many(times.untimed, "message"),
                 times.why,
             )
-        return Archived(
-            files=list(self._rows.values()),
-            untimed=times.untimed,
-            why=times.why,
-            again=self._again,
-        )
+        return data_files(self._files)
 
     def abort(self) -> None:
         """Discards unfinished files; idempotent."""
@@ -141,8 +116,8 @@ class ArchiveWriter:
         messages, self._messages, self._bytes = self._messages, [], 0
         if not messages:
             return
-        table = table_of(messages, self._times.of(messages), self._producer)
-        self._again += table.num_rows - table["was"].null_count
+        times = self._times.of(messages)
+        table = table_of(messages, times, self._producer, self._times.reasons)
         for hour, part in by_hour(table):
             self._put(hour, part)
 
@@ -152,10 +127,8 @@ class ArchiveWriter:
                 self._close(open_hour)
         if hour not in self._files:
             self._files[hour] = TableFiles(self._folder, f"{self._stem}/{hour}", COLUMNS)
-        files = self._files[hour]
         self._open.add(hour)
-        path = files.paths[files.write([table])]
-        self._rows.setdefault(path, [path, hour, 0])[2] += table.num_rows
+        self._files[hour].write([table])
 
 
 class NoArchive:
@@ -170,9 +143,18 @@ class NoArchive:
     def add(self, messages: Sequence[Message]) -> None:
         """Discards the messages."""
 
-    def close(self) -> Archived:
-        """Returns an empty list of files."""
-        return Archived()
+    def close(self) -> list[DataFile]:
+        """Returns no files."""
+        return []
+
+
+def data_files(files: Mapping[int, TableFiles]) -> list[DataFile]:
+    """Returns the finished files of each hour."""
+    return [
+        DataFile(path, hour, footer.num_rows, size, stats_of(footer))
+        for hour, written in files.items()
+        for path, size, footer in zip(written.paths, written.sizes, written.footers, strict=True)
+    ]
 
 
 class _Times:
@@ -184,11 +166,17 @@ class _Times:
         self._by_receipt = time == "received_at"
         self.untimed = 0
         self.why = ""
+        #: Of the last messages: ``why`` for those without a time; empty if all have one.
+        self.reasons: list[str | None] = []
 
     def of(self, messages: Sequence[Message]) -> list[datetime]:
         if self._by_receipt:
             return [message.received_at for message in messages]
-        return [self._time(message) for message in messages]
+        before, self.reasons = self.untimed, []
+        times = [self._time(message) for message in messages]
+        if self.untimed == before:
+            self.reasons = []
+        return times
 
     def _time(self, message: Message) -> datetime:
         try:
@@ -198,12 +186,15 @@ class _Times:
                     raise ValueError("its broker does not report the time of enqueueing")
             else:
                 time = self._function(message)
-            return _to_utc(time)
+            time = _to_utc(time)
         except Exception as error:  # errors of user code; not KeyboardInterrupt, SystemExit
             self.untimed += 1
             if not self.why:
                 self.why = cut(f"{type(error).__name__}: {error}", _REASON_LENGTH)
+            self.reasons.append(self.why)
             return message.received_at
+        self.reasons.append(None)
+        return time
 
 
 def _to_utc(time: object) -> datetime:
@@ -228,9 +219,15 @@ def by_hour(table: pa.Table) -> Iterable[tuple[int, pa.Table]]:
 
 
 def table_of(
-    messages: Sequence[Message], times: Sequence[datetime], producer: Producer
+    messages: Sequence[Message],
+    times: Sequence[datetime],
+    producer: Producer,
+    reasons: list[str | None],
 ) -> pa.Table:
-    """Converts messages to rows of an archive."""
+    """Converts messages to rows of an archive.
+
+    :param reasons: Why they have no time of their own; empty if all have one.
+    """
     payloads, forms = _encode_payloads([message.data for message in messages])
     enqueued = producer.enqueued_at
     received = timestamps([message.received_at for message in messages])
@@ -249,6 +246,7 @@ def table_of(
         "size": [message.size for message in messages],
         "source": pa.repeat(producer.kind, len(messages)),
         "was": _former_ids(messages, producer),
+        "untimed": reasons or pa.nulls(len(messages), pa.string()),
     }
     return table_of_columns(columns, COLUMNS)
 

@@ -17,8 +17,8 @@ from airflow_broadway.core.custody.dead_letters import Choice, DeadLetter
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.producers.sqlite import SqliteQueue
-from airflow_broadway.staging.archive.failed import failures, put_failed
-from airflow_broadway.staging.archive.layout import archive_folder
+from airflow_broadway.staging.archive.letters import ArchiveLetters, put_failed
+from airflow_broadway.staging.archive.table import archive_folder
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing import ManualClock
 from tests.cli_runs import ran
@@ -300,9 +300,9 @@ def test_archive_failures_are_listed_and_deleted(archive, letters):
 
     deleted = letters("delete", "--archive", "--message-id", "m1", "m9", "--json").json
     assert deleted == {"deleted": 1, "unknown": ["m9"], "refused": {}}
-    assert [failure["message_id"] for failure in failures(archive)] == ["m2", "m3"]
+    assert [letter.message_id for letter in ArchiveLetters(archive).letters()] == ["m2", "m3"]
     letters("delete", "--archive", "--reason", "m2")
-    assert archive.list("failed") == [f"{'b' * 32}.jsonl"]
+    assert archive.list("_failed") == [f"{'b' * 32}.jsonl"]
 
 
 def test_archive_uses_no_broker(archive, letters):

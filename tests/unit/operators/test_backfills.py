@@ -141,6 +141,14 @@ def test_unknown_source_is_refused_at_parse():
         BroadwayProcessorOperator(task_id="process", pipeline=Kept, source="memory")
 
 
+def test_archive_without_its_client_is_refused_at_parse(monkeypatch):
+    monkeypatch.setattr("airflow_broadway.adapters.parsing.find_spec", lambda name: None)
+    BroadwayProcessorOperator(task_id="process", pipeline=Queue)
+
+    with pytest.raises(OptionsError, match=r"'archive'.*deltalake is not installed.*\[delta\]"):
+        BroadwayProcessorOperator(task_id="process", pipeline=Kept)
+
+
 def test_past_sources_ignore_budgets():
     operator = BroadwayProcessorOperator(task_id="process", pipeline=Sums, max_bytes=7)
     run_context, source = context("backfill"), RunSource(kind="archive", interval=HOUR)

@@ -19,7 +19,7 @@ from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.tasks import BatchTask, ProcessTask
 from airflow_broadway.runs.watch import RunWatcher
-from airflow_broadway.staging.archive.layout import archive_folder
+from airflow_broadway.staging.archive.table import archive_folder
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder, Store
 

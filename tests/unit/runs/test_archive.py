@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
@@ -11,11 +12,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable
 
 from airflow_broadway import Archive, Batcher, Interval, Message, RunSource, ack_immediately
+from airflow_broadway.core.custody.dead_letters import DeadLetter
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import LeaseLapsed, PipelineError, RequestRefused, StagingError
 from airflow_broadway.core.model.run_source import LOG
@@ -26,13 +27,10 @@ from airflow_broadway.runs.sources.archived import PastProducer
 from airflow_broadway.runs.sources.pipelines import prepare_sink, with_source
 from airflow_broadway.runs.tasks import BatchTask, ProcessTask
 from airflow_broadway.runs.watch import RunWatcher
-from airflow_broadway.staging.archive.failed import failures
-from airflow_broadway.staging.archive.layout import hour_of
-from airflow_broadway.staging.archive.reader import hours_of, look, tables
-from airflow_broadway.staging.archive.removal import purge
-from airflow_broadway.staging.disk import Disk
+from airflow_broadway.staging.archive.letters import ArchiveLetters
+from airflow_broadway.staging.archive.reader import look, tables
+from airflow_broadway.staging.archive.table import hour_of, maintain, purge
 from airflow_broadway.staging.isolation import split
-from airflow_broadway.staging.store import Folder
 from tests.unit.runs.archive_steps import NINE, Minutes, World, of_minutes, upper
 from tests.unit.runs.steps import balanced
 
@@ -154,6 +152,26 @@ def test_damaged_file_leaves_nothing_unarchived_or_unsettled(world, damaged):
     assert not list((world.folder / "staging").rglob("deaths/*"))
 
 
+def test_missing_client_is_one_clear_error_before_messages_are_received(world, monkeypatch):
+    world.minutes(1)
+    monkeypatch.setitem(sys.modules, "deltalake", None)
+
+    with pytest.raises(StagingError, match=r"archive needs deltalake.*airflow-broadway\[delta\]"):
+        world.run("live").process()
+    assert world.depth()[:3] == (1, 0, 0)
+
+
+def test_folder_that_the_client_cannot_open_is_one_clear_error(tmp_path):
+    folder = tmp_path / "50%"
+    folder.mkdir()
+    world = World(folder)
+    world.minutes(1)
+
+    with pytest.raises(StagingError, match=r"percent sign: an archive needs another staging"):
+        world.run("live").process()
+    assert world.depth()[:3] == (1, 0, 0)
+
+
 def test_run_without_manifest_archives_nothing(world, monkeypatch):
     world.minutes(1, 2)
     monkeypatch.setattr("airflow_broadway.runs.process.Process._publish", _dies)
@@ -179,16 +197,22 @@ def test_backfill_failures_are_kept_next_to_archive(world):
 
     assert report["totals"]["dead_lettered"] == 2
     assert balanced(report)["acked"] == 1
-    failures_by_reason = {failure["reason"]: failure for failure in failures(world.archive)}
-    assert {reason: failure["stage"] for reason, failure in failures_by_reason.items()} == {
+    by_reason = {letter.reason: letter for letter in failures(world)}
+    assert {reason: letter.stage for reason, letter in by_reason.items()} == {
         "sour": "process",
         "spilt": "batch",
     }
-    assert {failure["run_id"] for failure in failures_by_reason.values()} == {"again"}
-    assert failures_by_reason["sour"]["time"] == (NINE + timedelta(minutes=2)).isoformat()
+    assert {letter.origin for letter in by_reason.values()} == {"run again of d"}
+    sour = by_reason["sour"]
+    assert sour.properties["time"] == (NINE + timedelta(minutes=2)).isoformat()
+    assert json.loads(sour.body) == {"minute": 2, "fails": "process"}
     # Settling it once more writes the same.
     world.run("again", of_minutes(0, 60)).ack()
-    assert len(list(failures(world.archive))) == 2
+    assert len(failures(world)) == 2
+
+
+def failures(world: World) -> list[DeadLetter]:
+    return list(ArchiveLetters(world.archive).letters())
 
 
 def test_cleared_backfill_reads_again_and_writes_the_same(world):
@@ -341,92 +365,72 @@ def test_manually_removed_files_are_a_gap_until_purged(world, removed):
     assert f"{gone} of it are gone" in notes(report)
     assert report["totals"]["received"] == (1 if removed == "file" else 0)
 
-    purge(world.archive, Interval(NINE, NINE + timedelta(hours=1)), datetime.now(UTC))
+    purge(world.archive, Interval(NINE, NINE + timedelta(hours=1)))
     assert "some of it was removed" in notes(world.backfill("purged"))
     assert "gone" not in notes(world.backfill("purged again"))
-    assert hour_of(NINE) not in hours_of(world.archive)
+    assert hour_of(NINE) not in look(world.archive).hours
 
 
-@pytest.mark.parametrize("gone", range(8))
-def test_interrupted_removal_is_completed_by_next_purge(world, monkeypatch, gone):
+@pytest.mark.parametrize("point", ["_record_removal", "_remove_files", "files_by_hour"])
+@pytest.mark.parametrize("after", [False, True])
+def test_interrupted_removal_is_completed_by_next_purge(world, monkeypatch, point, after):
     # Given two executions, one of them with messages of two hours
     world.live(3, 61)
     world.live(4, run_id="more")
-    calls = iter(range(gone))
-
-    def removed(backend, path):
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
-        Path(path).unlink()
-
-    def removed_in_order(backend, path):
-        for file in sorted(Path(path).glob("*.parquet")):
-            removed(backend, str(file))
-        shutil.rmtree(path)
-
-    # When their removal dies after so many files
+    name = f"airflow_broadway.staging.archive.table.{point}"
     with monkeypatch.context() as patched:
-        patched.setattr(Disk, "remove", removed)
-        patched.setattr(Disk, "remove_tree", removed_in_order)
+        patched.setattr(name, killed(name, after=after))
         with pytest.raises(KeyboardInterrupt):
-            purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
+            purge(world.archive, NINE_TO_ELEVEN)
 
     # Then the next one removes the rest
-    purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
-    assert (list(hours_of(world.archive)), world.archive.list("index")) == ([], [])
+    purge(world.archive, NINE_TO_ELEVEN)
+    assert look(world.archive).hours == {}
+    assert "some of it was removed" in notes(world.backfill("again"))
+    # And files that are left go with a later retention
+    monkeypatch.setattr("airflow_broadway.staging.archive.table._UNUSED_HOURS", 0)
+    world.live(5, run_id="old")
+    maintain(world.archive, 1.0, datetime.now(UTC))
+    assert parquet_files(world) == []
 
 
-def test_hour_removed_during_archiving_leaves_nothing(world, monkeypatch):
-    # Given an hour that is removed right before the index of messages in it is there
-    def create(folder, path, text):
-        if path.startswith("index/"):
-            purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
-        return real(folder, path, text)
+def killed(name: str, *, after: bool) -> Any:
+    """The function of that name, but its caller is killed before it has run, or afterwards."""
+    struck = resolve_name(name)
 
-    real = Folder.create
-    world.minutes(3, 61)
+    def dies(*args: Any, **kwargs: Any) -> None:
+        if after:
+            struck(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    return dies
+
+
+def parquet_files(world: World) -> list[Path]:
+    return sorted(place_of(world).glob("date=*/hour=*/*.parquet"))
+
+
+def test_hour_removed_during_archiving_has_its_later_messages(world, monkeypatch):
+    # Given an hour that is removed right before messages of it are appended
+    def commit(archive, change, table=None):
+        if "append" in change.__qualname__ and not struck:
+            struck.append(True)
+            purge(archive, NINE_TO_ELEVEN)
+        return real(archive, change, table)
+
+    struck: list[bool] = []
+    real = resolve_name("airflow_broadway.staging.archive.table._commit")
+    world.live(3, 61)
+    world.minutes(4, 62)
     with monkeypatch.context() as patched:
-        patched.setattr(Folder, "create", create)
-        world.run("live").all()
-    assert look(world.archive).messages == 0
+        patched.setattr("airflow_broadway.staging.archive.table._commit", commit)
+        world.run("late").all()
 
-    # Then the next removal finds that index
-    purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
-    assert (list(hours_of(world.archive)), world.archive.list("index")) == ([], [])
-
-
-def test_index_written_during_removal_is_removed_by_next_purge(world, monkeypatch):
-    # Given a removal that finds no index, which is put before the mark goes: both have looked
-    real, remove, exists = Folder.create, Folder.remove, Folder.exists
-    index: list[tuple[str, str]] = []
-
-    def removed(folder, path):
-        if path.startswith("hours/") and index:
-            real(folder, *index.pop())
-        remove(folder, path)
-
-    def create(folder, path, text):
-        if not path.startswith("index/"):
-            return real(folder, path, text)
-        index.append((path, text))
-        purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
-        return True
-
-    def there(folder, path):
-        return path.startswith("hours/") or exists(folder, path)
-
-    world.minutes(3)
-    with monkeypatch.context() as patched:
-        patched.setattr(Folder, "create", create)
-        patched.setattr(Folder, "remove", removed)
-        patched.setattr(Folder, "exists", there)
-        world.run("live").all()
-    assert not index
-    assert look(world.archive).messages == 0
-
-    # Then the next removal finds that index
-    purge(world.archive, NINE_TO_ELEVEN, datetime.now(UTC))
-    assert (list(hours_of(world.archive)), world.archive.list("index")) == ([], [])
+    # Then they are there once, though their commit was refused first, and the next removal has them
+    assert look(world.archive).messages == 2
+    purge(world.archive, NINE_TO_ELEVEN)
+    assert look(world.archive).hours == {}
+    assert parquet_files(world) == []
 
 
 def test_younger_archive_and_unfinished_interval_are_reported(tmp_path):
@@ -473,13 +477,15 @@ def test_gap_is_refused_before_handling_if_requested(tmp_path):
 
 def test_newer_archive_version_is_one_clear_error(world):
     world.live(1)
-    [name] = world.archive.list("index")
-    index = json.loads(world.archive.read(f"index/{name}"))
-    del index["seal"]
-    world.archive.replace(f"index/{name}", json.dumps({**index, "version": 99}))
+    table = DeltaTable(place_of(world))
+    table.alter.set_table_properties({"airflow_broadway.version": "99"}, raise_if_not_exists=False)
 
     with pytest.raises(StagingError, match="has format version 99; this release reads up to"):
         world.run("again", of_minutes(0, 60)).process()
+
+
+def place_of(world: World) -> Path:
+    return Path(world.store.root, world.archive.path)
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -850,9 +856,10 @@ def test_run_continuing_a_log_keeps_its_rows(tmp_path):
 @pytest.mark.parametrize(
     "point",
     [
-        "airflow_broadway.staging.archive.publication._publish_file",
-        "airflow_broadway.staging.archive.publication._record_begin",
-        "airflow_broadway.staging.archive.publication._write_index",
+        "airflow_broadway.staging.archive.publication._place_file",
+        "airflow_broadway.staging.archive.publication.append",
+        "airflow_broadway.staging.archive.table._create_table",
+        "airflow_broadway.staging.archive.table.sync_log",
         "airflow_broadway.staging.settling.settlement.record_settled",
     ],
 )
@@ -863,14 +870,7 @@ def test_settlement_killed_while_archiving_is_completed(world, monkeypatch, poin
     run = world.run("killed")
     run.process()
     with monkeypatch.context() as patch:
-        struck = resolve_name(point)
-
-        def dies(*args, **kwargs):
-            if after:
-                struck(*args, **kwargs)
-            raise KeyboardInterrupt
-
-        patch.setattr(point, dies)
+        patch.setattr(point, killed(point, after=after))
         patch.setattr(RunWatcher, "settle_unwatched", lambda self: None)
         run.batch()
         with pytest.raises(KeyboardInterrupt):
@@ -883,7 +883,6 @@ def test_settlement_killed_while_archiving_is_completed(world, monkeypatch, poin
 
     # Then every message is in the archive once
     assert look(world.archive).messages == 3
-    assert len({*world.archive.list("index")}) == 2
     world.run("again", of_minutes(0, 120)).all()
     assert sorted(world.rows("again")) == [1, 2, 61]
     assert world.depth()[:3] == (0, 0, 0)
@@ -925,7 +924,7 @@ def test_killed_backfill_is_retried_and_leaves_each_row_once(tmp_path, monkeypat
 
     assert report["balanced"]
     assert written(world) == [1, 2]
-    assert [failure["reason"] for failure in failures(world.archive)].count("sour") >= 1
+    assert [letter.reason for letter in failures(world)].count("sour") >= 1
     assert report["totals"]["acked"] >= 2
 
 
@@ -949,18 +948,8 @@ def test_duplicate_message_is_read_once(tmp_path):
 
 def rename_messages(world: World, key: str) -> None:
     """Give all archived messages one id, as delivered again."""
-    for files in look(world.archive).hours.values():
-        for path in files:
-            place = Path(world.store.root) / world.archive.path / path
-            table = pq.read_table(place)
-            for name, column in (
-                ("message_id", pa.repeat(key, len(table))),
-                ("redelivered", pa.repeat(True, len(table))),
-            ):
-                index = table.column_names.index(name)
-                table = table.set_column(index, table.schema.field(index), column)
-            place.unlink()
-            pq.write_table(table, place)
+    table = DeltaTable(place_of(world))
+    table.update(updates={"message_id": f"'{key}'", "redelivered": "true"})
 
 
 def test_resent_dead_letter_is_read_under_its_last_id(world, monkeypatch):
@@ -994,29 +983,15 @@ def test_resent_dead_letter_is_read_under_its_last_id(world, monkeypatch):
     assert [json.loads(row["payload"])["minute"] for row in rows] == [1, 2, 3]
     assert (rows[0]["message_id"], rows[0]["was"]) == (again, letter.message_id)
     # And where the later one was removed, but not all of its execution, the first is read again
-    [name] = world.archive.list("again")
-    [gone] = [path for path in listing.hours[hour_of(NINE)] if name.partition("-")[0] in path]
-    place = Path(world.store.root) / world.archive.path / gone
-    kept = place.read_bytes()
-    place.unlink()
-    rest = tables(world.archive, look(world.archive, interval), interval)
-    assert sum(table.num_rows for table in rest) == 2
-    place.write_bytes(kept)
-    # And removed entries are ignored, by concurrent and later readers
-    left = name.rpartition("-")[0] + "-left.jsonl"  # of an interrupted settlement
-    world.archive.create(f"again/{left}", "")
-    real = Folder.read
-
-    def read(folder, path):
-        if path == f"again/{name}":
-            raise FileNotFoundError(path)
-        return real(folder, path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Folder, "read", read)
-        assert sum(table.num_rows for table in tables(world.archive, listing, interval)) == 4
-    purge(world.archive, Interval(NINE, NINE + timedelta(hours=1)), datetime.now(UTC))
-    assert world.archive.list("again") == []
+    [gone] = listing.again
+    place_of(world).joinpath(gone).unlink()
+    rest = look(world.archive, interval)
+    assert [sum(files.values()) for files in rest.hours.values()] == [2]
+    assert sum(table.num_rows for table in tables(world.archive, rest, interval)) == 2
+    with pytest.raises(StagingError, match="was removed while the interval was read"):
+        list(tables(world.archive, listing, interval))
+    purge(world.archive, Interval(NINE, NINE + timedelta(hours=1)))
+    assert look(world.archive) == replace(rest, hours={}, lost=(), again=(), removed=(interval,))
 
 
 def test_live_run_turned_into_backfill_reads_the_archive(world):

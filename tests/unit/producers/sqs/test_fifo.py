@@ -11,8 +11,8 @@ from airflow_broadway import Archive, Broadway, Interval, Message, Processors
 from airflow_broadway.core.local.run import RunReport
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.producers.sqs import SqsProducer
-from airflow_broadway.staging.archive.layout import archive_folder
 from airflow_broadway.staging.archive.reader import look, tables
+from airflow_broadway.staging.archive.table import archive_folder
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.testing import ManualClock
 from tests.fake_sqs import FakeSqs, installed
