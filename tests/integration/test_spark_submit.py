@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import zipfile
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,9 @@ from airflow.providers.common.compat.sdk import AirflowException
 from airflow_broadway.adapters.host import Host
 from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 from airflow_broadway.runs.spark_batches import SparkBatches
+from airflow_broadway.staging.store import Store
+from airflow_broadway.submit.environment import find_spark
+from airflow_broadway.submit.package import publish, ship
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 
@@ -136,6 +141,33 @@ def test_a_dead_application_reports_its_end_and_is_retried(tmp_path, monkeypatch
     text = str(found.value)
     assert "1 of 1 batch has no outcome; the others are valid." in text
     assert "every task and the driver must see the same staging root" in text
+
+
+def test_a_driver_finds_its_code_by_the_uris_that_a_pod_gets(tmp_path):
+    # Given code in a run's folder on a shared disk, and a Python that has no such package
+    run = Store.open(str(tmp_path / "staging")).folder("Counting/dag/run!3A1")
+    (tmp_path / "staging").mkdir()
+    shipment = ship("tests.unit.spark.pipelines:Counting", tmp_path / "ship")
+    with zipfile.ZipFile(shipment.zip, "a") as file:
+        file.writestr("only_in_the_zip.py", "")
+    launcher, code = publish(shipment.launcher, run), publish(shipment.zip, run)
+    source = Path(launcher.removeprefix("local://"))
+    source.write_text(f"import only_in_the_zip\n{source.read_text()}")
+
+    # When spark-submit starts it in client mode, as it does in the pod
+    program = find_spark("spark-submit", os.environ)
+    command = [program.binary, "--master", "local[1]", "--py-files", code, launcher]
+    done = subprocess.run(
+        [*command, "--run", run.spark_uri(), "--work", "work/t-000001.json", "--sha256", "0"],
+        env={**os.environ, **program.env, "SPARK_LOCAL_IP": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    # Then it gets as far as its work file, which is not there
+    assert done.returncode == 2, done.stderr
+    assert "work/t-000001.json, written on host '?', is not there" in done.stdout
 
 
 # ------------------------------------------------------------------------- an archive of classes

@@ -1,0 +1,88 @@
+"""Executors of their own read a bucket, in a small cluster: its driver, a worker, an executor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_broadway.spark.application import run_work
+from airflow_broadway.spark.arrow import ArrowFiles
+from tests.s3_server import s3_server
+from tests.unit.spark.pipelines import Counting
+from tests.unit.spark.plans import Planned, Staged, rows
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto.server")
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(540)]
+
+
+def application(root: Path) -> None:
+    """Handles batches in a bucket; every process finds keys in its environment that are denied."""
+    import pyspark
+
+    from airflow_broadway.spark.session import open_session
+
+    conf = {
+        "spark.ui.enabled": "false",
+        "spark.executor.memory": "512m",
+        "spark.master.ui.port": "0",
+        "spark.worker.ui.port": "0",
+    }
+    conf_options = " ".join(f"--conf {name}={value}" for name, value in conf.items())
+    folder, path = root / "staging", "Counting/dag/run"
+    with s3_server() as server:
+        os.environ |= {
+            "AWS_ACCESS_KEY_ID": "none",
+            "AWS_SECRET_ACCESS_KEY": "none",
+            "SPARK_HOME": os.path.dirname(pyspark.__file__),
+            "PYSPARK_PYTHON": sys.executable,
+            "PYSPARK_SUBMIT_ARGS": f"--master local-cluster[1,1,1024] {conf_options} pyspark-shell",
+        }
+        store = server.store(server.root())
+        store.root_id()
+        staged = Staged(folder / path)
+        plan = staged.plan("default", [Planned(f"b{n}", rows(5, prefix=f"b{n}-")) for n in (0, 1)])
+        work = staged.work(Counting, plan)
+        store.fs.put(f"{folder}/", f"{store.root}/", recursive=True)
+        server.denied = "none"
+        uri = f"{store.spark_uri()}/{path}"
+        files = ArrowFiles(uri, server.options())
+        session = open_session()
+        files.check_executor(session, f"{plan.path}/plan.jsonl")
+        sizes: dict[str, int] = {}
+
+        def callback(messages: Any, info: Any) -> None:
+            sizes[info.batch_id] = messages.count()
+
+        Counting.callback = staticmethod(callback)
+        code = run_work(session, uri, files, work, arrow=files)
+        session.stop()
+        staged.files = files  # type: ignore[assignment]
+        outcomes = {name: made.successful for name, made in staged.outcomes("default").items()}
+    (root / "found.json").write_text(json.dumps([code, sizes, outcomes]))
+
+
+def test_executors_read_a_bucket_with_the_drivers_credentials(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=480,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    code, sizes, outcomes = json.loads((tmp_path / "found.json").read_text())
+    assert code == 0
+    assert sizes == outcomes == {"b0": 5, "b1": 5}
+
+
+if __name__ == "__main__":
+    application(Path(sys.argv[1]))
