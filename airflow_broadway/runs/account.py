@@ -10,7 +10,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Final
 
-from airflow_broadway.core.custody.report import CLASSES, SettleReport, failures_of
+from airflow_broadway.core.custody.report import APPLIED, CLASSES, SettleReport, failures_of
 from airflow_broadway.core.custody.run_summary import (
     failures_trouble,
     markdown_of,
@@ -218,7 +218,7 @@ def totals_of(
     totals = {name: counts[name] for name in ("received", *CLASSES, "accounted")}
     failed = counts["failed"] + sum(batcher["failed"] for batcher in batchers.values())
     totals["failed"] = failures_of(failed, totals)
-    totals |= {name: counts[name] for name in ("halted", "already_applied") if counts[name]}
+    totals |= {name: counts[name] for name in ("halted", *APPLIED) if counts[name]}
     return totals
 
 
@@ -240,7 +240,7 @@ def account_of(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
         "failed": manifest.failed if manifest and report.total > report.released else 0,
         **report.classes(still_leased=still_leased),
         **({"halted": report.halted} if report.halted else {}),
-        **({"already_applied": manifest.already_applied} if manifest else {}),
+        **({name: getattr(manifest, name) for name in APPLIED} if manifest else {}),
         "accounted": accounted,
         "balanced": accounted == received and not still_leased,
         "stopped": manifest.stopped if manifest else "",

@@ -86,6 +86,7 @@ class Process:
         self._source: Source
         self._custodian: Custodian
         self._receiving: Receiving | None = None
+        self._applied: AppliedMessages
         self._renewed: Lease | None = None
 
     def stop(self, reason: str) -> None:
@@ -138,6 +139,9 @@ class Process:
         ):
             if not self.pipeline.batchers:
                 prepare_sink(self.staged, self.pipeline, self.env)
+            self._applied = AppliedMessages(
+                self.staged, self.pipeline, self.ports, self.env.generation
+            )
             stager = ChunkStager(self.pipeline, writer, self._settle_now)
             receiving = self._handle_messages(stager, archive)
             renewer.check()
@@ -251,12 +255,12 @@ class Process:
     def _open_receiving(self, stager: ChunkStager, archive: ArchiveWriter | NoArchive) -> Receiving:
         producer = self.pipeline.producer
         acknowledger = RunAcknowledger(producer, stager)
-        index = AppliedMessages(self.staged, self.pipeline, self.ports, self.env.generation)
 
         def accept(messages: Sequence[Message]) -> list[Message]:
             archive.add(messages)
-            applied, others = index.split(messages)
-            stager.acknowledge(applied)
+            acked, released, others = self._applied.sort(messages)
+            stager.acknowledge(acked)
+            stager.release(released)
             return acknowledger.attach(others, self.env.generation)
 
         return Receiving(
@@ -297,7 +301,10 @@ class Process:
             received=receiving.received,
             received_bytes=receiving.received_bytes,
             failed=stager.failed,
-            already_applied=stager.already_applied,
+            already_applied=self._applied.already_applied,
+            duplicates=self._applied.duplicates,
+            without_identity=self._applied.without_identity,
+            claims=self._applied.claims,
             settled_now=stager.settled_now.to_json(),
             **asdict(written),
             archived=archive.close(),
@@ -395,8 +402,6 @@ class ChunkStager:
         self.reasons = Reasons()
         #: The report of immediate settlements.
         self.settled_now = SettleReport()
-        #: The number of acknowledged messages whose rows a sink has already.
-        self.already_applied = 0
 
     @property
     def staged(self) -> Mapping[str, int]:
@@ -427,10 +432,9 @@ class ChunkStager:
             for message in failed:
                 forget_trace(message.status.reason)
 
-    def acknowledge(self, applied: Sequence[Message]) -> None:
-        """Acknowledges messages whose rows a sink has already."""
-        self._writer.entries(entry_of(message, ACK) for message in applied)
-        self.already_applied += len(applied)
+    def acknowledge(self, messages: Sequence[Message]) -> None:
+        """Acknowledges messages that are not handled."""
+        self._writer.entries(entry_of(message, ACK) for message in messages)
 
     def release(self, messages: Iterable[Message]) -> None:
         """Releases messages without an outcome, unless a callback settled them immediately."""

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from airflow_broadway.core.custody.protocol import Custodian, Settlement
-from airflow_broadway.core.custody.report import SettleReport
+from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import RELEASE
 from airflow_broadway.core.errors import StagingDamaged, StagingError
 from airflow_broadway.core.formats import paths
@@ -22,7 +22,7 @@ from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.sinks import resolve, rule_out_deletion, sink_batchers
 from airflow_broadway.runs.sources.pipelines import pipeline_of
-from airflow_broadway.staging.applied import note_applied
+from airflow_broadway.staging.applied import claims_of, note_applied
 from airflow_broadway.staging.archive.publication import publish
 from airflow_broadway.staging.crash_records import record_crash
 from airflow_broadway.staging.isolation import in_hand_at_interruptions
@@ -145,16 +145,20 @@ def _indexer(
     """Returns a step of the settlement: it adds messages to the applied index."""
 
     def index(report: SettleReport) -> None:
-        if not sinks or report.again is None:
-            return
         generation = record.generation
-        messages = applied_messages(
-            run, generation, pipeline, plans, sinks, report.again, recorded=recorded
+        manifest = run.manifest(generation) if sinks else None
+        if manifest is None or not (manifest.claims or report.again):
+            return
+        again = report.again or ComingAgain()
+        claims = claims_of(run.store, run.pipeline, generation, manifest.claims)
+        messages, sent = applied_messages(
+            run, manifest, pipeline, plans, sinks, again, claims, recorded=recorded
         )
-        manifest = run.manifest(generation)
-        if messages and manifest is not None:
-            until = datetime.fromisoformat(manifest.ended_at)
-            note_applied(run.store, run.pipeline, generation, messages, run.clock.now(), until)
+        until = datetime.fromisoformat(manifest.ended_at)
+        for ids, kind in ((messages, False), (sent, True)):
+            if ids:
+                now = run.clock.now()
+                note_applied(run.store, run.pipeline, generation, ids, now, until, sent=kind)
 
     return index
 

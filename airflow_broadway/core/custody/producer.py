@@ -19,6 +19,7 @@ from airflow_broadway.core.custody.protocol import Custodian, Delivery, QueueDep
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict, decide
 from airflow_broadway.core.errors import OptionsError, ProducerError
 from airflow_broadway.core.model.connections import Connections, NoConnections
+from airflow_broadway.core.model.identity import HEADER, IDENTITY, MESSAGE_ID, digest, payload_value
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import Options, option, options
 from airflow_broadway.core.model.pipeline_options import RateLimiting, RetryPolicy
@@ -100,6 +101,9 @@ class Producer(Options):
     backfills: ClassVar[bool] = False
     #: The path, in a message's metadata, of its enqueue timestamp; empty if there is none.
     sent_at: ClassVar[tuple[str, ...]] = ()
+    #: Whether the broker assigns each message an id that it keeps; otherwise a process that dies
+    #: may leave a message twice, under two ids.
+    assigns_ids: ClassVar[bool] = True
     #: The largest demand of one receive, unless the processors take more.
     most_at_once: ClassVar[int] = 1000
     #: Whether a lease may be renewed; its deadline is fixed otherwise.
@@ -168,6 +172,15 @@ class Producer(Options):
         rule=FUNCTION.or_none(),
         doc="Called with every message as received; returns the message to continue with.",
     )
+    message_identity: str | None = option(
+        default=None,
+        rule=IDENTITY.or_none(),
+        doc=(
+            "By what messages are copies of one message, whose rows a sink gets once:"
+            " ``header:NAME``, or a JSON pointer into the payload; RabbitMQ: ``message_id``, too."
+            "  ``None``: the broker's id (RabbitMQ: ``message_id``, of redelivered messages alone)."
+        ),
+    )
     max_crashes: int = option(
         default=5,
         rule=POSITIVE,
@@ -191,6 +204,13 @@ class Producer(Options):
             checked = self.check_action(name, value, f"{type(self).__name__}.{name}")
             if checked != value:
                 object.__setattr__(self, name, checked)
+        if self.message_identity == MESSAGE_ID and self.assigns_ids:
+            raise OptionsError(
+                f"{type(self).__name__}.message_identity",
+                "'header:NAME' or a JSON pointer such as '/order/id', since its messages have no"
+                " property message_id; leave it out for the broker's id",
+                self.message_identity,
+            )
 
     def check_action(self, name: str, value: object, path: str) -> str:
         """Returns ``value``, under this producer's name for the action, if it is a valid action.
@@ -251,6 +271,22 @@ class Producer(Options):
         one on requeue.
         """
         return None
+
+    def identity_of(self, message: Message) -> str | None:
+        """Returns a digest of the identity that its publisher has given a received message.
+
+        :returns: ``None`` if it has none, or if the broker's id is its identity.
+        """
+        source = self.message_identity
+        if source is None:
+            return None
+        if source.startswith("/"):
+            return digest(source, payload_value(message.data, source))
+        return digest(source, self.header_of(message, source.removeprefix(HEADER)))
+
+    def header_of(self, message: Message, name: str) -> Any:
+        """Returns a header or attribute of a received message; ``None`` if it is missing."""
+        return (message.metadata.get("attributes") or {}).get(name)
 
     def enqueued_at(self, message: Message) -> datetime | None:
         """Returns when the broker enqueued a received message; ``None`` if unknown."""

@@ -30,6 +30,13 @@ CLASS_OF: Final[Mapping[Action, str]] = {
     Action.RELEASE: "released",
 }
 
+#: Counts beside the classes, of pipelines with a sink, each with its text in a report.
+APPLIED: Final[Mapping[str, str]] = {
+    "already_applied": "acked without being handled: a sink had the rows",
+    "duplicates": "acked without being handled: copies of others in the same run",
+    "without_identity": "without an identity: a sink may get the rows of a copy too",
+}
+
 #: The counts of a settlement.
 _COUNTS: Final = (*CLASS_OF.values(), "lapsed", "failed")
 #: The classes of messages that have an outcome.

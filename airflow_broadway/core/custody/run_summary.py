@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from airflow_broadway.core.custody.report import CLASSES, SettleReport, handled_of
+from airflow_broadway.core.custody.report import APPLIED, CLASSES, SettleReport, handled_of
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.rules import Rule, is_int
 from airflow_broadway.core.text import many, printable
@@ -131,9 +131,11 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
             where.insert(0, f"{_n(before)} before any batch")
         breakdown = f": {', '.join(where)}" if batchers else ""
         lines.append(f"{_n(totals['failed'])} failed{breakdown}.")
-    if totals.get("already_applied"):
-        applied = many(totals["already_applied"], "redelivered message")
-        lines.append(f"{applied} acked without being handled: a sink had the rows.")
+    lines += [
+        f"{many(totals[name], 'message')} {text}."
+        for name, text in APPLIED.items()
+        if totals.get(name)
+    ]
     reasons = report.get("reasons", [])
     width = max((len(_n(row["count"])) for row in reasons), default=0)
     lines += [

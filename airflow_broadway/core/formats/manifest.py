@@ -50,6 +50,9 @@ class Manifest(Staged, SealedFile):
     :param received_bytes: The total bytes of their payloads.
     :param failed: How many of them failed before any batch.
     :param already_applied: How many of them were acknowledged at once, since a sink has their rows.
+    :param duplicates: How many were acknowledged as copies of others of this generation.
+    :param without_identity: How many may be copies of others, which is unknown: they have none.
+    :param claims: The number of its files of claims in the applied index.
     :param settled_now: A :class:`SettleReport` of the messages that callbacks settled immediately,
         as JSON.
     :param stopped: Why receiving ended: ``"empty"``, ``"max_messages"``, ``"max_bytes"``,
@@ -73,6 +76,9 @@ class Manifest(Staged, SealedFile):
     seconds: dict[str, float] = field(default_factory=dict)
     archived: Sequence[Sequence[Any]] = ()
     already_applied: int = 0
+    duplicates: int = 0
+    without_identity: int = 0
+    claims: int = 0
     version: int = VERSION
     release: str = __version__
 

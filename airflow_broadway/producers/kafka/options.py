@@ -329,3 +329,7 @@ class KafkaOptions(Producer):
             key = message.metadata.get("key")
             return None if key is None else f"{place} {key}"
         return None
+
+    def header_of(self, message: Message, name: str) -> Any:
+        headers = message.metadata.get("headers") or ()
+        return next((value for other, value in reversed(headers) if other == name), None)

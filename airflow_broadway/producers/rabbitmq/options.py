@@ -43,7 +43,9 @@ METADATA_FIELDS = (
 )
 
 #: Options that are the same for all producers: tasks and verdicts use the declared ones.
-_FOR_ALL = {"concurrency", "merge_options", "rate_limiting", "retry", "transformer"}
+_FOR_ALL = {
+    *("concurrency", "merge_options", "message_identity", "rate_limiting", "retry", "transformer")
+}
 
 
 def _has_only_keys(value: object, names: tuple[str, ...]) -> bool:
@@ -119,6 +121,7 @@ class RabbitMQOptions(Producer):
     keeps_payload: ClassVar[bool] = True
     renews: ClassVar[bool] = False
     tells_age: ClassVar[bool] = False
+    assigns_ids: ClassVar[bool] = False
     actions: ClassVar[Mapping[str, Action]] = {
         "ack": Action.ACK,
         "reject": Action.DEAD_LETTER,
@@ -204,8 +207,8 @@ class RabbitMQOptions(Producer):
         default=None,
         rule=rules.FUNCTION.or_none(),
         doc="Called with the producer's index, from 0, in every process; returns the options that"
-        " differ for that producer, the same in every call: any but ``concurrency``, ``retry``,"
-        " ``rate_limiting`` and ``transformer``.",
+        " differ for that producer, the same in every call: any but ``concurrency``,"
+        " ``message_identity``, ``retry``, ``rate_limiting`` and ``transformer``.",
     )
     backoff_type: str = option(
         default="rand_exp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 from urllib.parse import quote
 
 from airflow_broadway.core.custody.dead_letters import DeadLetters
@@ -10,6 +11,9 @@ from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Custodian, QueueDepth, Source
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
+from airflow_broadway.core.errors import ProducerError
+from airflow_broadway.core.model.identity import MESSAGE_ID, digest
+from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.options import options
 from airflow_broadway.producers.rabbitmq.options import RabbitMQOptions
 
@@ -70,6 +74,16 @@ class RabbitMQProducer(RabbitMQOptions):
 
         return RabbitDeadLetters(self.shards(), env, place)
 
+    # -- identity ------------------------------------------------------------------------------
+
+    def identity_of(self, message: Message) -> str | None:
+        if self.message_identity in (None, MESSAGE_ID):
+            return digest(MESSAGE_ID, _properties_of(message).get("message_id"))
+        return super().identity_of(message)
+
+    def header_of(self, message: Message, name: str) -> Any:
+        return (_properties_of(message).get("headers") or {}).get(name)
+
     # -- verdicts ------------------------------------------------------------------------------
 
     def judge(self, facts: Facts) -> Verdict:
@@ -81,3 +95,15 @@ class RabbitMQProducer(RabbitMQOptions):
         if name == "reject_and_requeue":
             return Verdict(Action.RETRY, 0.0, facts.reason, facts.stage)
         return super().judge(facts._replace(name=name))
+
+
+def _properties_of(message: Message) -> dict[str, Any]:
+    """Returns the AMQP properties of a received message; none if they cannot be decoded."""
+    from airflow_broadway.producers.rabbitmq.amqp import properties
+
+    try:
+        return properties.decode(
+            properties.staged_delivery(message.acknowledger.data.properties)[1]
+        )
+    except ProducerError:
+        return {}

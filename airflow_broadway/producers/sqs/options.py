@@ -262,6 +262,12 @@ class SqsProducer(BrokerProducer):
         attributes = message.metadata.get("attributes") or {}
         return str(attributes.get("message_group_id", "")) if self.fifo else None
 
+    def header_of(self, message: Message, name: str) -> Any:
+        # Of all attributes, also those that are not in the metadata.
+        attributes = json.loads(message.acknowledger.data.properties or "{}").get("attributes", {})
+        value = attributes.get(name) or {}
+        return value.get("string_value") or value.get("binary_value")
+
     def console(self, env: ProducerEnv) -> str | None:
         url, region = self.queue_url or "", region_of(self.queue_url or "")
         if region is None:  # another server than AWS, or an unknown account

@@ -9,12 +9,14 @@ idempotent, and the first report is final.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from airflow_broadway.core.custody.protocol import Custodian, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import ACK, RELEASE, Action
 from airflow_broadway.core.formats import paths
+from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
@@ -89,29 +91,38 @@ def build_settlement(
 
 def applied_messages(
     run: StagedRun,
-    generation: str,
+    manifest: Manifest,
     pipeline: Pipeline,
     plans: Sequence[BatchPlan],
     sinks: Collection[str],
     again: ComingAgain,
+    claims: tuple[Mapping[str, str], AbstractSet[str]],
     *,
     recorded: Recorded,
-) -> set[str]:
-    """Returns the ids of messages that are redelivered although a sink has their rows.
+) -> tuple[set[str], set[str]]:
+    """Returns what the applied index gets of messages that succeeded in batches with a sink.
 
     :param plans: As for :func:`build_settlement`.
     :param sinks: The batchers with a sink.
     :param again: The messages to be redelivered.
+    :param claims: The identities by message id, and the ids of redelivered messages.
+    :returns: The ids of messages to be redelivered, with the identities of redelivered ones; and
+        the identities of others.
     """
-    manifest = run.manifest(generation)
-    if manifest is None or not (again.ids or again.all_but):
-        return set()
-    state = HeldMessages(recorded, manifest, pipeline.producer, list(plans))
-    return {
-        entry.message_id
-        for entry in state.entries_of_batches(sinks)
-        if entry.verdict.action is Action.ACK and again.has(entry.message_id)
-    }
+    messages: set[str] = set()
+    sent: set[str] = set()
+    identities, redelivered = claims
+    if again.ids or again.all_but or identities:
+        state = HeldMessages(recorded, manifest, pipeline.producer, list(plans))
+        for entry in state.entries_of_batches(sinks):
+            if entry.verdict.action is not Action.ACK:
+                continue
+            key = entry.message_id
+            if again.has(key):
+                messages.add(key)
+            if key in identities:
+                (messages if key in redelivered else sent).add(identities[key])
+    return messages, sent
 
 
 def begin_settlement(

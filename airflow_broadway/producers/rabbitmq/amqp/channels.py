@@ -295,8 +295,9 @@ class ConfirmChannel(_ConfirmedChannel):
 
     All methods but the constructor run in the connection's thread.
 
-    :param secured: Called with the loads of newly secured publications, before their deliveries are
-        acknowledged.
+    :param before_ack: Called before deliveries are acknowledged.
+    :param secured: Called with the loads of newly secured publications, once the broker has
+        processed the acks of their deliveries: only before that can it requeue one of them.
     :param failed: Called once, with the error after which nothing more is published.
     :param destination: A description of the bundles' destination, for errors.
     :param key_of: See :data:`KeyOf`; by default the property ``message_id``.
@@ -306,13 +307,17 @@ class ConfirmChannel(_ConfirmedChannel):
         self,
         channel: Channel,
         *,
+        before_ack: Callable[[], None],
         secured: Callable[[list[Any]], None],
         failed: Callable[[errors.BroadwayError], None],
         destination: str,
         key_of: KeyOf = message_id_of,
     ) -> None:
         self.failure: errors.BroadwayError | None = None
+        self._before_ack = before_ack
         self._secured = secured
+        #: The loads of secured publications whose acks may not have been processed.
+        self._acking: deque[list[Any]] = deque()
         self._failed = failed
         self._destination = destination
         self._elsewhere: dict[str, str] = {}
@@ -323,6 +328,16 @@ class ConfirmChannel(_ConfirmedChannel):
     def is_open(self) -> bool:
         """Whether deliveries may be acknowledged."""
         return self.failure is None and bool(self.channel.raw.is_open)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all publications are secured, and all acks processed."""
+        return self.window.idle and not self._acking
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether the broker may have accepted a publication whose load was not returned."""
+        return self.window.uncertain or bool(self._acking)
 
     def publish(
         self,
@@ -376,12 +391,19 @@ class ConfirmChannel(_ConfirmedChannel):
 
     def _confirmed(self) -> None:
         if self.is_open and (secured := self.window.take_secured()):
-            self._secured([load for _, load in secured])
+            self._before_ack()
             tags = [tag for tag, _ in secured if tag is not None]
             if tags:
                 self.channel.raw.basic_ack(tags[-1], multiple=True)
+            self._acking.append([load for _, load in secured])
+            # Any request does whose reply follows the ack; each consumer sets its own prefetch.
+            self.channel.raw.basic_qos(prefetch_count=1, callback=self._acked)
         if self.window.refused:
             self.fail(self._refusal(*next(iter(self.window.refused.items()))))
+
+    def _acked(self, _: Any) -> None:
+        if self.channel.raw.is_open:
+            self._secured(self._acking.popleft())
 
     def _refusal(self, key: str, reason: str) -> errors.BroadwayError:
         other = self._elsewhere.get(key)

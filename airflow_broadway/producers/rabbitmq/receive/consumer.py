@@ -44,6 +44,7 @@ class Consumer:
         self.channel = channel
         self.confirm_channel = ConfirmChannel(
             channel,
+            before_ack=self._before_ack,
             secured=self._secured,
             failed=intake.buffer.fail,
             destination=f"the holding queue of generation {generation}",
@@ -213,8 +214,10 @@ class Consumer:
             elsewhere=True,
         )
 
-    def _secured(self, loads: list[Any]) -> None:
+    def _before_ack(self) -> None:
         self._subscription.cancel_if_exact()
+
+    def _secured(self, loads: list[Any]) -> None:
         self._ids.secured(loads)
         self._buffer.add(loads)
 

@@ -450,10 +450,10 @@ class RabbitSource:
     def _await_confirms(self) -> None:
         """Waits until all packed deliveries are secured, or cannot be any more."""
         clock, buffer = self._clock, self._buffer
-        window = self._consumer.confirm_channel.window
+        channel = self._consumer.confirm_channel
         end = clock.monotonic()
         with buffer.changed:
-            while not (window.idle or buffer.error or self._connection.lost):
+            while not (channel.idle or buffer.error or self._connection.lost):
                 try:
                     left = self._confirm_timeout(end)
                 except ProducerUnavailable as error:
@@ -468,7 +468,7 @@ class RabbitSource:
         self._run_in_thread(channel.end)
         if self._connection.lost is None:
             channel.channel.await_closed(_CLOSE_TIMEOUT)
-        self._uncertain_bundles += channel.window.uncertain
+        self._uncertain_bundles += channel.uncertain
 
     def _run_in_thread(self, function: Callable[[], None]) -> None:
         """Calls ``function`` in the connection's thread, and waits for its end.
