@@ -25,7 +25,7 @@ from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import Qos, RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
-from airflow_broadway.sinks import DeltaTable, ParquetFolder, PostgresTable
+from airflow_broadway.sinks import DeltaTable, IcebergTable, ParquetFolder, PostgresTable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 
@@ -137,6 +137,7 @@ OTHERS: list[tuple[str, str, type[Any]]] = [
     ("Batchers", '`batchers = {"name": Batcher(…)}`', Batcher),
     ("Sinks: a folder", "`Batcher(sink=ParquetFolder(…))`", ParquetFolder),
     ("Sinks: Delta Lake", "`Batcher(sink=DeltaTable(…))`", DeltaTable),
+    ("Sinks: Apache Iceberg", "`Batcher(engine=\"python\", sink=IcebergTable(…))`", IcebergTable),
     ("Sinks: PostgreSQL", "`Batcher(sink=PostgresTable(…))`", PostgresTable),
     ("Runs by a backlog", "`Flights.dag(…, schedule=backlog(…))`", Backlog),
 ]

@@ -15,11 +15,11 @@ from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.formats.commits import commit_rows
 from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.model.sink import Commit, SinkClient, SinkEnv, SinkError
-from airflow_broadway.sinks import DeltaTable, PostgresTable
+from airflow_broadway.sinks import DeltaTable, IcebergTable, PostgresTable
 from airflow_broadway.testing.sinks import SinkSubject, commit_of, rows_of
 from tests.unit.spark.session import spark_session
 
-SINKS: dict[str, Any] = {"delta": DeltaTable, "postgres": PostgresTable}
+SINKS: dict[str, Any] = {"delta": DeltaTable, "iceberg": IcebergTable, "postgres": PostgresTable}
 
 
 class _Connections:
@@ -40,6 +40,34 @@ def delta(folder: Path) -> SinkSubject:
         return [str(value) for value in table["message_id"].to_pylist()]
 
     return SinkSubject(DeltaTable(path=str(folder)), read)
+
+
+def iceberg(folder: Path, host: str, port: int) -> SinkSubject:
+    """A table of a catalog in the database ``airflow`` of a server without passwords."""
+    from pyiceberg.catalog import load_catalog
+
+    # The server ends the session of a process that was stopped between its update and its commit.
+    timeout = "options=-c%20idle_in_transaction_session_timeout%3D2s"
+    properties = {
+        "type": "sql",
+        "uri": f"postgresql+psycopg://airflow@{host}:{port}/airflow?{timeout}",
+        "warehouse": f"file://{folder}",
+    }
+    return iceberg_table(load_catalog("lake", **properties), properties)
+
+
+def iceberg_table(catalog: Any, properties: Mapping[str, str]) -> SinkSubject:
+    catalog.create_namespace_if_not_exists("orders")
+    name = f"orders.t{uuid.uuid4().hex[:8]}"
+    kept = {"history.expire.max-snapshot-age-ms": str(32 * 86_400_000)}
+    catalog.create_table(name, rows_of("a").schema, properties=kept)
+
+    def read() -> list[str]:
+        rows = catalog.load_table(name).scan().to_arrow()
+        return [str(value) for value in rows["message_id"].to_pylist()]
+
+    env = SinkEnv(connections=_Connections({"extra": properties}))
+    return SinkSubject(IcebergTable(table=name, catalog="lake", conn_id="lake"), read, env)
 
 
 def postgres(host: str, port: int) -> SinkSubject:

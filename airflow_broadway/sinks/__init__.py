@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from airflow_broadway.sinks.delta import DeltaTable
+    from airflow_broadway.sinks.iceberg import IcebergTable
     from airflow_broadway.sinks.parquet import ParquetFolder
     from airflow_broadway.sinks.postgres import PostgresTable
 
-__all__ = ["DeltaTable", "ParquetFolder", "PostgresTable"]
+__all__ = ["DeltaTable", "IcebergTable", "ParquetFolder", "PostgresTable"]
 
 _HOMES = {
     "DeltaTable": "airflow_broadway.sinks.delta",
+    "IcebergTable": "airflow_broadway.sinks.iceberg",
     "ParquetFolder": "airflow_broadway.sinks.parquet",
     "PostgresTable": "airflow_broadway.sinks.postgres",
 }

@@ -55,14 +55,19 @@ def _address(server: PostgreSQL) -> tuple[str, int]:
     return host, int(port)
 
 
-KINDS = ["delta", "postgres"]
+KINDS = ["delta", "iceberg", "postgres"]
+ON_SPARK = ["delta", "postgres"]
 
 
 def _made(kind: str, request: pytest.FixtureRequest, *, spark: bool) -> SinkSubject:
+    folder = request.getfixturevalue("tmp_path") / "table"
+    address = () if kind == "delta" else _address(request.getfixturevalue("server"))
     if kind == "delta":
-        made = sink_subjects.delta(request.getfixturevalue("tmp_path") / "table")
+        made = sink_subjects.delta(folder)
+    elif kind == "iceberg":
+        made = sink_subjects.iceberg(folder, *address)
     else:
-        made = sink_subjects.postgres(*_address(request.getfixturevalue("server")))
+        made = sink_subjects.postgres(*address)
     # A driver on Spark, next to a settlement in Python
     return SparkSubject(made.sink, made.read, made.env) if spark else made
 
@@ -72,7 +77,7 @@ def python_subject(request: pytest.FixtureRequest) -> SinkSubject:
     return _made(request.param, request, spark=False)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=ON_SPARK)
 def spark_subject(request: pytest.FixtureRequest) -> SinkSubject:
     return _made(request.param, request, spark=True)
 
@@ -81,7 +86,7 @@ on_spark = [pytest.mark.spark, needs_tables]
 
 
 @pytest.fixture(
-    params=KINDS + [pytest.param(f"{kind} from Spark", marks=on_spark) for kind in KINDS]
+    params=KINDS + [pytest.param(f"{kind} from Spark", marks=on_spark) for kind in ON_SPARK]
 )
 def subject(request: pytest.FixtureRequest) -> SinkSubject:
     kind, _, place = request.param.partition(" ")
@@ -200,6 +205,9 @@ def _break_commit(client: Any, monkeypatch: pytest.MonkeyPatch, when: str) -> No
         place, name = client, "_commit" if driver else "_run"
     elif driver:
         error, place, name = OSError("No space left on device"), client, "_write"
+    elif hasattr(client, "_catalog"):
+        error = ConnectionError("Connection reset by peer")
+        place, name = client._catalog, "commit_table"
     else:
         error, place, name = (
             OSError("No space left on device"),

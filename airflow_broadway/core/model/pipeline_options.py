@@ -265,8 +265,9 @@ class Batcher(Options):
                 )
         self._default("max_demand", self.batch_size)
         if self.sink is not None and self.engine not in self.sink.engines:
+            note = f" ({self.sink.engines_note})" if self.sink.engines_note else ""
             raise OptionsError(
-                "Batcher.sink", f"one that supports engine={self.engine!r}", self.sink
+                "Batcher.sink", f"one that supports engine={self.engine!r}{note}", self.sink
             )
         if self.sink is not None and (caveat := self.sink.caveat(self.engine)):
             warnings.warn(f"{self.sink.uri}: {caveat}", SinkWarning, stacklevel=2)
