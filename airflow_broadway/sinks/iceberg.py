@@ -163,7 +163,6 @@ class _Client(SinkClient):
             metadata = self._table.refresh().metadata
         except Exception as error:
             raise SinkError(f"{self._uri} cannot be read: {reason_of(error)}") from None
-        metadata.properties["commit.retry.num-retries"] = "0"  # of this handle only
         snapshots = {snapshot.snapshot_id: snapshot for snapshot in metadata.snapshots}
         attempts: dict[str, int] = {}
         ancestor = metadata.current_snapshot_id
@@ -178,6 +177,12 @@ class _Client(SinkClient):
                 f"{self._uri} has lost snapshots since this sink was opened, and with them the"
                 f" commits that they record: expire none that are younger than {KEPT_DAYS} days"
             )
+        # pyiceberg copies the metadata 19 times for an append, which needs no older snapshot.
+        newest = [snapshots[i] for i in snapshots if i == metadata.current_snapshot_id]
+        properties = metadata.properties | {"commit.retry.num-retries": "0"}
+        self._table.metadata = metadata.model_copy(
+            update={"snapshots": newest, "snapshot_log": [], "properties": properties}
+        )
         return attempts
 
     @staticmethod
