@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up this checkout: the environment in .venv and a Java for Spark; with --rabbitmq or --kafka, that
-# broker too; with --s3a, Hadoop's S3A; with --tables, the jars of the tables that Spark writes; with --browser, Chromium and
+# broker too; with --s3a, Hadoop's S3A; with --tables, the jars of tables and their catalog; with --browser, Chromium and
 # its driver; with --cluster, Celery and PostgreSQL's client; with --quick-spark, what lets many Sparks start in less time.
 #
 # Needs Python alone.  Each step leaves a stamp, so that a second call does nothing, in a fraction of a
@@ -313,6 +313,7 @@ setup_java
 [ -z "$kafka" ] || setup_jars kafka "Apache Kafka" "tests of Kafka run on librdkafka's mock cluster alone"
 [ -z "$s3a" ] || setup_jars s3a "Hadoop's S3A (700 MB)" "its test is skipped"
 [ -z "$tables" ] || setup_jars tables "Delta Lake and PostgreSQL's driver for Spark" "their tests on Spark are left out"
+[ -z "$tables" ] || setup_jars iceberg "Apache Iceberg's REST catalog" "its tests are left out"
 [ -z "$browser" ] || setup_browser
 [ -z "$cluster" ] || setup_cluster
 [ -z "$quick_spark" ] || setup_quick_spark

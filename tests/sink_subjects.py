@@ -42,21 +42,22 @@ def delta(folder: Path) -> SinkSubject:
     return SinkSubject(DeltaTable(path=str(folder)), read)
 
 
-def iceberg(folder: Path, host: str, port: int) -> SinkSubject:
-    """A table of a catalog in the database ``airflow`` of a server without passwords."""
-    from pyiceberg.catalog import load_catalog
-
+def iceberg_database(folder: Path, host: str, port: int) -> dict[str, str]:
+    """A catalog in the database ``airflow`` of a server without passwords."""
     # The server ends the session of a process that was stopped between its update and its commit.
     timeout = "options=-c%20idle_in_transaction_session_timeout%3D2s"
-    properties = {
+    return {
         "type": "sql",
         "uri": f"postgresql+psycopg://airflow@{host}:{port}/airflow?{timeout}",
         "warehouse": f"file://{folder}",
     }
-    return iceberg_table(load_catalog("lake", **properties), properties)
 
 
-def iceberg_table(catalog: Any, properties: Mapping[str, str]) -> SinkSubject:
+def iceberg(properties: Mapping[str, str]) -> SinkSubject:
+    """A table of a catalog."""
+    from pyiceberg.catalog import load_catalog
+
+    catalog = load_catalog("lake", **properties)
     catalog.create_namespace_if_not_exists("orders")
     name = f"orders.t{uuid.uuid4().hex[:8]}"
     kept = {"history.expire.max-snapshot-age-ms": str(32 * 86_400_000)}

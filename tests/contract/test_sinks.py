@@ -30,8 +30,9 @@ from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.model.sink import CommitInDoubt, CommitRefused, SinkEnv, SinkError
 from airflow_broadway.sinks import DeltaTable, delta
 from airflow_broadway.testing.sinks import SinkContract, SinkSubject, commit_of, rows_of
-from tests import sink_subjects
+from tests import iceberg_catalog, sink_subjects
 from tests.cluster.services import PostgreSQL, ServiceMissing
+from tests.iceberg_catalog import RestCatalog
 from tests.sink_subjects import SparkClient, SparkSubject
 from tests.unit.spark.session import TABLES
 
@@ -55,19 +56,33 @@ def _address(server: PostgreSQL) -> tuple[str, int]:
     return host, int(port)
 
 
-KINDS = ["delta", "iceberg", "postgres"]
+@pytest.fixture(scope="module")
+def catalog(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestCatalog]:
+    if not iceberg_catalog.JARS:
+        pytest.skip("no jars of a REST catalog: scripts/setup.sh --tables, which needs mvn")
+    catalog = RestCatalog(tmp_path_factory.mktemp("iceberg") / "catalog")
+    yield catalog
+    catalog.stop()
+
+
+ICEBERG = ["iceberg", "iceberg by REST"]
+KINDS = ["delta", *ICEBERG, "postgres"]
 ON_SPARK = ["delta", "postgres"]
 
 
 def _made(kind: str, request: pytest.FixtureRequest, *, spark: bool) -> SinkSubject:
     folder = request.getfixturevalue("tmp_path") / "table"
-    address = () if kind == "delta" else _address(request.getfixturevalue("server"))
     if kind == "delta":
         made = sink_subjects.delta(folder)
-    elif kind == "iceberg":
-        made = sink_subjects.iceberg(folder, *address)
+    elif kind == "iceberg by REST":
+        url = request.getfixturevalue("catalog").url
+        made = sink_subjects.iceberg({"type": "rest", "uri": url})
     else:
-        made = sink_subjects.postgres(*address)
+        address = _address(request.getfixturevalue("server"))
+        if kind == "postgres":
+            made = sink_subjects.postgres(*address)
+        else:
+            made = sink_subjects.iceberg(sink_subjects.iceberg_database(folder, *address))
     # A driver on Spark, next to a settlement in Python
     return SparkSubject(made.sink, made.read, made.env) if spark else made
 
@@ -89,8 +104,8 @@ on_spark = [pytest.mark.spark, needs_tables]
     params=KINDS + [pytest.param(f"{kind} from Spark", marks=on_spark) for kind in ON_SPARK]
 )
 def subject(request: pytest.FixtureRequest) -> SinkSubject:
-    kind, _, place = request.param.partition(" ")
-    return _made(kind, request, spark=bool(place))
+    kind = request.param.removesuffix(" from Spark")
+    return _made(kind, request, spark=kind != request.param)
 
 
 class TestSinks(SinkContract):
@@ -103,6 +118,22 @@ class TestSinks(SinkContract):
 @pytest.mark.timeout(1800)
 class TestThousandRaces(TestSinks):
     races = 1_000
+
+    @pytest.fixture(params=["delta", "postgres"])
+    def subject(self, request: pytest.FixtureRequest) -> SinkSubject:
+        return _made(request.param, request, spark=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+class TestThousandRacesOfIceberg(TestSinks):
+    """In ten tables each: a commit takes the longer the more snapshots there are."""
+
+    races = 100
+
+    @pytest.fixture(params=[f"{kind} {number}" for kind in ICEBERG for number in range(10)])
+    def subject(self, request: pytest.FixtureRequest) -> SinkSubject:
+        return _made(request.param.rpartition(" ")[0], request, spark=False)
 
 
 @pytest.mark.spark
