@@ -25,10 +25,13 @@ import psycopg
 import pyarrow as pa
 import pytest
 
+from airflow_broadway import Batcher
+from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.formats.commits import commit_rows
+from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.model.sink import CommitInDoubt, CommitRefused, SinkEnv, SinkError
-from airflow_broadway.sinks import DeltaTable, delta
+from airflow_broadway.sinks import DeltaTable, IcebergTable, delta
 from airflow_broadway.testing.sinks import SinkContract, SinkSubject, commit_of, rows_of
 from tests import iceberg_catalog, sink_subjects
 from tests.cluster.services import PostgreSQL, ServiceMissing
@@ -361,18 +364,143 @@ def test_another_unique_key_of_a_table_is_no_refusal(server: PostgreSQL) -> None
         assert client.landed(["b2.0"]) == {}
 
 
-def test_a_database_that_ends_is_in_no_doubt(server: PostgreSQL) -> None:
-    subject = sink_subjects.postgres(*_address(server))
+@pytest.mark.parametrize("kind", ["postgres", "iceberg"])
+def test_a_database_that_ends_is_in_no_doubt(
+    server: PostgreSQL, request: pytest.FixtureRequest, kind: str
+) -> None:
+    subject = _made(kind, request, spark=False)
     with closing(subject.open()) as client:
         server.restart()
         client.commit(rows_of("a"), commit_of("b1.0"))
         server.stop()
         try:
-            with pytest.raises(SinkError, match=r"127\.0\.0\.1"):
+            with pytest.raises(SinkError, match=r"127\.0\.0\.1") as caught:
                 client.landed(["b1.0"])
+            assert "\n" not in str(caught.value)
         finally:
             server.start()
         assert client.rule_out(["b1.0"]) == {"b1.0": 1}
+
+
+# -- Apache Iceberg --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lake(server: PostgreSQL, tmp_path: Path) -> Iterator[tuple[SinkSubject, Any]]:
+    """A subject, and its table as pyiceberg opens it."""
+    from pyiceberg.catalog import load_catalog
+
+    properties = sink_subjects.iceberg_database(tmp_path, *_address(server))
+    subject = sink_subjects.iceberg(properties)
+    with closing(load_catalog("lake", **properties)) as catalog:
+        yield subject, catalog.load_table(subject.sink.table)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("set_by", ["the default", "the table", "its branch"])
+def test_an_iceberg_table_that_forgets_commits_is_refused(
+    lake: tuple[SinkSubject, Any], set_by: str
+) -> None:
+    subject, table = lake
+    name = "history.expire.max-snapshot-age-ms"
+    with table.transaction() as transaction:
+        if set_by == "the default":
+            transaction.remove_properties(name)
+        elif set_by == "the table":
+            transaction.set_properties({name: "86400000"})
+    if set_by == "its branch":
+        table.append(rows_of("a"))
+        latest = table.current_snapshot().snapshot_id
+        table.manage_snapshots().create_branch(latest, "main", max_snapshot_age_ms=1000).commit()
+
+    with pytest.raises(SinkError, match=r"forgets commits after [\d.e-]+ days .*2764800000"):
+        subject.open()
+
+
+@pytest.mark.parametrize("how", ["expired", "rolled back", "made anew"])
+def test_an_iceberg_table_that_has_lost_snapshots_is_in_doubt(
+    lake: tuple[SinkSubject, Any], how: str
+) -> None:
+    subject, table = lake
+    with closing(subject.open()) as early:
+        early.commit(rows_of("a"), commit_of("b1.0"))
+    with closing(subject.open()) as client:
+        with closing(subject.open()) as other:
+            other.rule_out(["b2.0"])
+            other.rule_out(["b3.0"])
+        table.refresh()
+        ids = [snapshot.snapshot_id for snapshot in table.metadata.snapshots]
+        if how == "expired":
+            table.maintenance.expire_snapshots().by_ids(ids[:2]).commit()
+        elif how == "rolled back":
+            early.commit(rows_of("b"), commit_of("b4.0"))
+            client = subject.open()
+            table.refresh().manage_snapshots().rollback_to_snapshot(ids[0]).commit()
+        else:
+            table.catalog.drop_table(table.name())
+            table.catalog.create_table(table.name(), rows_of("a").schema)
+        for call in (
+            lambda: client.commit(rows_of("c"), commit_of("b2.0")),
+            lambda: client.landed(["b2.0"]),
+            lambda: client.rule_out(["b2.0"]),
+        ):
+            expected = SinkError if how == "made anew" else CommitInDoubt
+            with pytest.raises(expected, match=r"lost snapshots|UUID does not match"):
+                call()
+    assert "c" not in subject.read()
+
+
+def test_iceberg_takes_new_and_required_columns(lake: tuple[SinkSubject, Any]) -> None:
+    import pyarrow as pa
+
+    subject, table = lake
+    with table.update_schema(allow_incompatible_changes=True) as update:
+        update.update_column("message_id", required=True)
+    rows = pa.table({"message_id": ["a"], "n": [1], "more": pa.array([{"of": 1}])})
+    merging = dataclasses.replace(subject.sink, schema_mode="merge")  # type: ignore[type-var]
+    with closing(dataclasses.replace(subject, sink=merging).open()) as client:
+        client.commit(rows, commit_of("b1.0"))
+        client.commit(rows_of("b"), commit_of("b2.0"))
+
+    found = table.refresh().scan().to_arrow().sort_by("message_id").to_pylist()
+    assert [(row["message_id"], row["more"]) for row in found] == [("a", {"of": 1}), ("b", None)]
+
+
+def test_iceberg_takes_the_catalog_of_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, str] = {}
+
+    def load_catalog(name: str, **properties: str) -> Any:
+        given.update(properties, name=name)
+        raise OSError("away: http://user:s3cr3t@lake.test")
+
+    monkeypatch.setattr("pyiceberg.catalog.load_catalog", load_catalog)
+    connection = Connection(
+        conn_id="lake",
+        host="http://lake.test",
+        login="id",
+        password="s3cr3t",
+        extra={"warehouse": "orders", "s3.path-style-access": True},
+    )
+    env = SinkEnv(connections=SimpleNamespace(get={"lake": connection}.__getitem__))
+    with pytest.raises(SinkError, match=r"iceberg://prod/a/b cannot be opened.*away") as caught:
+        IcebergTable(table="a.b", catalog="prod", conn_id="lake").open(env)
+
+    assert "s3cr3t" not in str(caught.value)
+    assert given.items() >= {
+        "name": "prod",
+        "uri": "http://lake.test",
+        "credential": "id:s3cr3t",
+        "warehouse": "orders",
+        "s3.path-style-access": "True",
+    }.items()
+
+
+def test_iceberg_from_spark_is_refused_at_parse() -> None:
+    with pytest.raises(OptionsError, match=r"runtimes for Spark 3\.5, 4\.0 and 4\.1.*'python'"):
+        Batcher(schema="n bigint", sink=IcebergTable(table="lake.orders"))
+    assert Batcher(engine="python", sink=IcebergTable(table="lake.orders")).sink
+
+
+# -- from Spark ------------------------------------------------------------------------------------
 
 
 @pytest.mark.spark
