@@ -137,7 +137,7 @@ OTHERS: list[tuple[str, str, type[Any]]] = [
     ("Batchers", '`batchers = {"name": Batcher(…)}`', Batcher),
     ("Sinks: a folder", "`Batcher(sink=ParquetFolder(…))`", ParquetFolder),
     ("Sinks: Delta Lake", "`Batcher(sink=DeltaTable(…))`", DeltaTable),
-    ("Sinks: Apache Iceberg", "`Batcher(engine=\"python\", sink=IcebergTable(…))`", IcebergTable),
+    ("Sinks: Apache Iceberg", '`Batcher(engine="python", sink=IcebergTable(…))`', IcebergTable),
     ("Sinks: PostgreSQL", "`Batcher(sink=PostgresTable(…))`", PostgresTable),
     ("Runs by a backlog", "`Flights.dag(…, schedule=backlog(…))`", Backlog),
 ]

@@ -485,13 +485,16 @@ def test_iceberg_takes_the_catalog_of_its_connection(monkeypatch: pytest.MonkeyP
         IcebergTable(table="a.b", catalog="prod", conn_id="lake").open(env)
 
     assert "s3cr3t" not in str(caught.value)
-    assert given.items() >= {
-        "name": "prod",
-        "uri": "http://lake.test",
-        "credential": "id:s3cr3t",
-        "warehouse": "orders",
-        "s3.path-style-access": "True",
-    }.items()
+    assert (
+        given.items()
+        >= {
+            "name": "prod",
+            "uri": "http://lake.test",
+            "credential": "id:s3cr3t",
+            "warehouse": "orders",
+            "s3.path-style-access": "True",
+        }.items()
+    )
 
 
 def test_iceberg_from_spark_is_refused_at_parse() -> None:
