@@ -35,10 +35,12 @@ def bench_sinks(rows: int = ROWS, tries: int = 9) -> Figures:
     )
     figures: Figures = []
     with folder_of_its_own() as folder, _postgresql(folder) as address:
+        lake = sink_subjects.iceberg_database(folder / "lake", *address)
         parquet = ParquetFolder(path=str(folder / "parquet"))
         for name, subject, write in (
             ("parquet", SinkSubject(parquet, list), partial(_write_parquet, folder / "plain")),
             ("delta", sink_subjects.delta(folder / "delta"), _delta(folder / "plain-delta")),
+            ("iceberg", sink_subjects.iceberg(lake), _iceberg(lake)),
             ("postgres", sink_subjects.postgres(*address), _postgres(address)),
         ):
             with closing(subject.open()) as client:
@@ -109,6 +111,14 @@ def _delta(folder: Path) -> Callable[[Any], object]:
 
     path = sink_subjects.delta(folder).sink.path  # type: ignore[attr-defined]
     return lambda rows: deltalake.write_deltalake(path, rows, mode="append")
+
+
+def _iceberg(properties: dict[str, str]) -> Callable[[Any], object]:
+    from pyiceberg.catalog import load_catalog
+
+    table = sink_subjects.iceberg(properties).sink.table  # type: ignore[attr-defined]
+    catalog = load_catalog("lake", **properties)
+    return lambda rows: catalog.load_table(table).append(rows)
 
 
 def _postgres(address: tuple[str, int]) -> Callable[[Any], object]:
