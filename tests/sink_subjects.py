@@ -53,15 +53,15 @@ def iceberg_database(folder: Path, host: str, port: int) -> dict[str, str]:
     }
 
 
-def iceberg(properties: Mapping[str, str]) -> SinkSubject:
-    """A table of a catalog."""
+def iceberg(properties: Mapping[str, str], more: Mapping[str, str] = {}) -> SinkSubject:
+    """A table of a catalog, with more properties."""
     from pyiceberg.catalog import load_catalog
 
     catalog = load_catalog("lake", **properties)
     catalog.create_namespace_if_not_exists("orders")
     name = f"orders.t{uuid.uuid4().hex[:8]}"
     kept = {"history.expire.max-snapshot-age-ms": str(32 * 86_400_000)}
-    catalog.create_table(name, rows_of("a").schema, properties=kept)
+    catalog.create_table(name, rows_of("a").schema, properties={**kept, **more})
 
     def read() -> list[str]:
         rows = catalog.load_table(name).scan().to_arrow()

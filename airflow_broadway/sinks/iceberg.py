@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from datetime import datetime, timezone
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.masking import reason_of
 from airflow_broadway.core.model.options import Options, option, options
 from airflow_broadway.core.model.rules import CONN_ID, TEXT, matching, one_of
+from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.model.sink import (
     Commit,
     CommitInDoubt,
@@ -24,13 +26,21 @@ from airflow_broadway.core.model.sink import (
     SinkEnv,
     SinkError,
 )
-from airflow_broadway.sinks.fencing import KEPT_DAYS, RULED_OUT, has_landed, import_client
+from airflow_broadway.sinks.fencing import (
+    KEPT_DAYS,
+    RULED_OUT,
+    TIME_COLUMN,
+    has_landed,
+    import_client,
+)
 
 #: The key of a snapshot's summary: attempts by commit id, as JSON.
 _COMMITS: Final = "broadway.commits"
 #: The table property that says for how long snapshots are kept, and Iceberg's default.
 _MAX_AGE, _DEFAULT_DAYS = "history.expire.max-snapshot-age-ms", 5
 _MS_PER_DAY: Final = 86_400_000
+#: The newest format version that pyiceberg writes.
+_NEWEST_FORMAT: Final = 2
 #: Tries against a newer snapshot, where others write to the same table.
 _TRIES: Final = 100
 
@@ -67,6 +77,8 @@ class IcebergTable(Options, Sink):
         doc="``merge`` adds new columns to the table; ``strict`` refuses them.",
     )
 
+    time_column: str | None = option(default=None, rule=TEXT.or_none(), doc=TIME_COLUMN)
+
     @property
     def uri(self) -> str:
         return f"iceberg://{self.catalog}/{self.table.replace('.', '/')}"
@@ -102,21 +114,45 @@ class _Client(SinkClient):
             raise SinkError(f"{self._uri} does not exist: create the Iceberg table") from None
         except Exception as error:
             raise SinkError(f"{self._uri} cannot be opened: {reason_of(error)}") from None
-        _check_retention(self._table.metadata, self._uri)
+        _check(self._table.metadata, self._uri)
         self._first = self._table.metadata.current_snapshot_id
 
     def commit(self, rows: Any, commit: Commit) -> None:
-        summary = _summary({commit.commit_id: commit.attempt})
+        def append(transaction: Any, summary: dict[str, str]) -> None:
+            if self._sink.schema_mode == "merge":
+                self._add_columns(transaction, rows.schema)
+            fitted = _as_required(rows, transaction.table_metadata.schema())
+            transaction.append(fitted, snapshot_properties=summary)
+
+        self._commit(commit, append)
+
+    def delete(self, interval: Interval, commit: Commit) -> None:
+        from pyiceberg.expressions import And, GreaterThanOrEqual, LessThan
+
+        def delete(transaction: Any, summary: dict[str, str]) -> None:
+            column = self._sink.time_column
+            kind = str(transaction.table_metadata.schema().find_type(column))
+            start, end = (_literal(time, kind) for time in interval)
+            within = And(GreaterThanOrEqual(column, start), LessThan(column, end))
+            transaction.delete(within, snapshot_properties=summary)
+            # Without rows in the interval there is no snapshot yet.
+            with transaction.update_snapshot(summary).fast_append():
+                pass
+
+        self._commit(commit, delete)
+
+    def _commit(self, commit: Commit, write: Callable[[Any, dict[str, str]], None]) -> None:
+        """Writes in a transaction on the snapshots that the commit id was looked for in.
+
+        :param write: Takes the transaction and the summary of its snapshots.
+        """
         for _ in range(_TRIES):
             recorded = self._refresh()
             if has_landed(recorded.get(commit.commit_id), commit, self._uri):
                 return
             transaction = self._table.transaction()
             try:
-                if self._sink.schema_mode == "merge":
-                    self._add_columns(transaction, rows.schema)
-                fitted = _as_required(rows, transaction.table_metadata.schema())
-                transaction.append(fitted, snapshot_properties=summary)
+                write(transaction, _summary({commit.commit_id: commit.attempt}))
             except (ValueError, TypeError) as error:
                 reason = " ".join(re.sub(r"[\u2500-\u257f]", " ", str(error)).split())
                 raise SinkError(
@@ -199,15 +235,28 @@ class _Client(SinkClient):
         return SinkError(f"{self._uri} has too many other writers at present: try again")
 
 
+def _literal(time: datetime, kind: str) -> str:
+    """Returns a time as a literal of a column's type; of one without a zone in UTC."""
+    if kind.startswith("timestamptz"):
+        return time.isoformat()
+    naive = time.astimezone(timezone.utc).replace(tzinfo=None)
+    return naive.date().isoformat() if kind == "date" else naive.isoformat()
+
+
 def _summary(attempts: Mapping[str, int]) -> dict[str, str]:
     return {_COMMITS: json.dumps(attempts)}
 
 
-def _check_retention(metadata: Any, uri: str) -> None:
-    """Refuses a table that forgets commits.
+def _check(metadata: Any, uri: str) -> None:
+    """Refuses a table that forgets commits, or that pyiceberg cannot write.
 
-    :raises SinkError: If its retention is too short.
+    :raises SinkError: If its retention is too short, or its format too new.
     """
+    if metadata.format_version > _NEWEST_FORMAT:
+        raise SinkError(
+            f"{uri} has format version {metadata.format_version}, of which pyiceberg can write no"
+            f" rows and no tombstones: use a table of version {_NEWEST_FORMAT}"
+        )
     main = metadata.refs.get("main")
     kept = (main and main.max_snapshot_age_ms) or metadata.properties.get(
         _MAX_AGE, _DEFAULT_DAYS * _MS_PER_DAY

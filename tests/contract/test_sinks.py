@@ -418,6 +418,13 @@ def test_an_iceberg_table_that_forgets_commits_is_refused(
         subject.open()
 
 
+def test_an_iceberg_table_that_pyiceberg_cannot_write_is_refused(catalog: RestCatalog) -> None:
+    subject = sink_subjects.iceberg({"type": "rest", "uri": catalog.url}, {"format-version": "3"})
+
+    with pytest.raises(SinkError, match="has format version 3"):
+        subject.open()
+
+
 @pytest.mark.parametrize("how", ["expired", "rolled back", "made anew"])
 def test_an_iceberg_table_that_has_lost_snapshots_is_in_doubt(
     lake: tuple[SinkSubject, Any], how: str
@@ -451,12 +458,17 @@ def test_an_iceberg_table_that_has_lost_snapshots_is_in_doubt(
     assert "c" not in subject.read()
 
 
-def test_iceberg_takes_new_and_required_columns(lake: tuple[SinkSubject, Any]) -> None:
+def test_iceberg_takes_new_and_required_columns_and_partitions(
+    lake: tuple[SinkSubject, Any],
+) -> None:
     import pyarrow as pa
+    from pyiceberg.transforms import BucketTransform
 
     subject, table = lake
     with table.update_schema(allow_incompatible_changes=True) as update:
         update.update_column("message_id", required=True)
+    with table.update_spec() as update:
+        update.add_field("message_id", BucketTransform(4))
     rows = pa.table({"message_id": ["a"], "n": [1], "more": pa.array([{"of": 1}])})
     merging = dataclasses.replace(subject.sink, schema_mode="merge")  # type: ignore[type-var]
     with closing(dataclasses.replace(subject, sink=merging).open()) as client:
@@ -721,13 +733,15 @@ def _times(kind: str) -> list[datetime]:
     return [at if kind == "timestamptz" else at.replace(tzinfo=None) for at in TIMES]
 
 
+_KINDS: dict[str, Any] = {
+    "timestamptz": pa.timestamp("us", tz="UTC"),
+    "timestamp": pa.timestamp("us"),
+    "date": pa.date32(),
+}
+
+
 def _timed_delta(folder: Path, kind: str) -> SinkSubject:
-    kinds: dict[str, Any] = {
-        "timestamptz": pa.timestamp("us", tz="UTC"),
-        "timestamp": pa.timestamp("us"),
-        "date": pa.date32(),
-    }
-    times: Any = pa.array(_times(kind)).cast(kinds[kind], safe=False)
+    times: Any = pa.array(_times(kind)).cast(_KINDS[kind], safe=False)
     rows = pa.table({"message_id": list("abcd"), "at": times})
     deltalake.write_deltalake(folder, rows)
 
@@ -735,6 +749,17 @@ def _timed_delta(folder: Path, kind: str) -> SinkSubject:
         return [str(v) for v in deltalake.DeltaTable(folder).to_pyarrow_table()["message_id"]]
 
     return SinkSubject(DeltaTable(path=str(folder), time_column="at"), read)
+
+
+def _timed_iceberg(properties: dict[str, str], kind: str) -> SinkSubject:
+    made = sink_subjects.iceberg(properties)
+    sink: Any = made.sink
+    times: Any = pa.array(_times(kind)).cast(_KINDS[kind], safe=False)
+    rows = pa.table({"message_id": list("abcd"), "at": times})
+    merging = dataclasses.replace(sink, schema_mode="merge", time_column="at")
+    with closing(merging.open(made.env)) as client:
+        client.commit(rows, commit_of("b1.0"))
+    return SinkSubject(merging, made.read, made.env)
 
 
 def _timed_postgres(server: PostgreSQL, kind: str) -> SinkSubject:
@@ -751,12 +776,15 @@ def _timed_postgres(server: PostgreSQL, kind: str) -> SinkSubject:
 
 
 @pytest.mark.parametrize("kind", ["timestamptz", "timestamp", "date"])
-@pytest.mark.parametrize("table", KINDS)
+@pytest.mark.parametrize("table", ["delta", "iceberg", "postgres"])
 def test_a_deletion_removes_the_rows_of_its_interval_once(
     request: pytest.FixtureRequest, tmp_path: Path, table: str, kind: str
 ) -> None:
     if table == "delta":
         subject = _timed_delta(tmp_path / "timed", kind)
+    elif table == "iceberg":
+        address = _address(request.getfixturevalue("server"))
+        subject = _timed_iceberg(sink_subjects.iceberg_database(tmp_path, *address), kind)
     else:
         subject = _timed_postgres(request.getfixturevalue("server"), kind)
     with closing(subject.open()) as client:
