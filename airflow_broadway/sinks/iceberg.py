@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.masking import reason_of
@@ -127,13 +127,14 @@ class _Client(SinkClient):
         self._commit(commit, append)
 
     def delete(self, interval: Interval, commit: Commit) -> None:
-        from pyiceberg.expressions import And, GreaterThanOrEqual, LessThan
+        expressions = import_client("pyiceberg.expressions", "iceberg")
 
         def delete(transaction: Any, summary: dict[str, str]) -> None:
             column = self._sink.time_column
             kind = str(transaction.table_metadata.schema().find_type(column))
             start, end = (_literal(time, kind) for time in interval)
-            within = And(GreaterThanOrEqual(column, start), LessThan(column, end))
+            since = expressions.GreaterThanOrEqual(column, start)
+            within = expressions.And(since, expressions.LessThan(column, end))
             transaction.delete(within, snapshot_properties=summary)
             # Without rows in the interval there is no snapshot yet.
             with transaction.update_snapshot(summary).fast_append():
@@ -239,7 +240,7 @@ def _literal(time: datetime, kind: str) -> str:
     """Returns a time as a literal of a column's type; of one without a zone in UTC."""
     if kind.startswith("timestamptz"):
         return time.isoformat()
-    naive = time.astimezone(timezone.utc).replace(tzinfo=None)
+    naive = time.astimezone(UTC).replace(tzinfo=None)
     return naive.date().isoformat() if kind == "date" else naive.isoformat()
 
 

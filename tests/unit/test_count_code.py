@@ -15,7 +15,7 @@ REACHED = {
     "plugin/": 1_900,
     "runs/": 5_305,
     "sensors/": 330,
-    "sinks/": 890,
+    "sinks/": 1_100,
     "spark/": 1_705,
     "staging/": 4_245,
     "submit/": 500,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_055,
     "producers/*.py": 50,
-    "package": 43_345,
-    "tests and scripts": 66_600,
+    "package": 43_560,
+    "tests and scripts": 66_830,
 }
 
 MODULE = '''"""A module.
