@@ -195,7 +195,7 @@ def _settle(
 
 def remove_old_runs(run: StagedRun, pipeline: Pipeline) -> None:
     """Removes files past their retention: of this Dag's runs, temporary files of the producer, and
-    hours of the archive past its ``keep``, others of which it compacts.
+    hours of the archive past its ``keep``.
     """
     try:
         sweep_retention(run.store, run.pipeline, run.dag_id, spared=[run.run_id])

@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime, timedelta
-from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import pyarrow as pa
@@ -90,15 +88,7 @@ _PROPERTIES: Final = {
 }
 #: Commits that another writer refuses before this is an error.
 _TRIES: Final = 50
-#: Hours that ended so long ago are compacted if they have at least so many files, so many hours in
-#: one sweep, so that it does not delay a run.
-_OPEN_HOURS: Final = 24
-_MANY_FILES: Final = 4
-_MAX_HOURS: Final = 24
-#: Size of a compacted file, and rows that are compacted in memory at a time.
-_FILE_BYTES: Final = 128 * 1024 * 1024
-_GROUP_ROWS: Final = 16_384
-#: Hours for which files are kept that compaction has replaced, since readers may be at them, and
+#: Hours for which files are kept that another engine has replaced, since readers may be there, and
 #: files without an entry in the log, since their writer may still append them.
 _UNUSED_HOURS: Final = 7 * 24
 
@@ -381,45 +371,24 @@ def purge(archive: Folder, interval: Interval) -> Removed:
 
 
 def maintain(archive: Folder, keep: float | None, now: datetime) -> None:
-    """Removes the hours that ended longer than ``keep`` seconds ago, and compacts others.
+    """Removes the hours that ended longer than ``keep`` seconds ago.
+
+    Compacts none: of two concurrent compactions delta-rs refuses neither, and the rows would be
+    there twice.
 
     :raises StagingError: If the table cannot be read or written.
     """
-    table = open_table(archive)
-    if table is None:
+    table = open_table(archive) if keep is not None else None
+    if table is None or keep is None:
         return
-    files = files_by_hour(table)
-    end = -math.inf if keep is None else hour_of(now - timedelta(seconds=keep))
-    expired = any(hour < end for hour in files)
-    if expired:
-        _remove(archive, table, Interval(_FIRST, start_of(int(end))))
-    many = [
-        hour
-        for hour in sorted(files)
-        if end <= hour < hour_of(now) - _OPEN_HOURS and len(files[hour]) >= _MANY_FILES
-    ]
-    for hour in many[:_MAX_HOURS]:
-        _commit(archive, partial(_compact, hour))
-    if many or expired:
+    end = hour_of(now - timedelta(seconds=keep))
+    if any(hour < end for hour in files_by_hour(table)):
+        _remove(archive, table, Interval(_FIRST, start_of(end)))
         _commit(archive, _vacuum)
 
 
 def _vacuum(table: Any) -> None:
     table.vacuum(_UNUSED_HOURS, dry_run=False, enforce_retention_duration=False, full=True)
-
-
-def _compact(hour: int, table: Any) -> None:
-    from deltalake import WriterProperties
-
-    start = start_of(hour)
-    table.optimize.compact(
-        partition_filters=[("date", "=", start.date().isoformat()), ("hour", "=", str(start.hour))],
-        target_size=_FILE_BYTES,
-        max_concurrent_tasks=1,
-        writer_properties=WriterProperties(
-            compression="ZSTD", compression_level=1, max_row_group_size=_GROUP_ROWS
-        ),
-    )
 
 
 def _remove(archive: Folder, table: Any, interval: Interval) -> Removed:

@@ -18,7 +18,7 @@ import pytest
 from deltalake import DeltaTable
 
 from airflow_broadway.core.model.run_source import Interval
-from airflow_broadway.staging.archive.reader import ArchivedInterval, look, tables
+from airflow_broadway.staging.archive.reader import look, tables
 from airflow_broadway.staging.archive.table import archive_folder, maintain
 from airflow_broadway.staging.store import Store
 from scripts.airflow_env import ROOT
@@ -143,36 +143,6 @@ def test_files_of_other_engines_make_the_same_batches(world):
     assert [len(batch["rows"]) for batch in second] == [4, 4, 2]
 
 
-def test_hours_with_many_files_are_compacted(world):
-    # Given an hour of four executions, and one of a single execution
-    for minutes in ((9,), (7, 61), (8,), (6, 5)):
-        world.live(*minutes, run_id=f"live{minutes[0]}")
-    before = look(world.archive)
-    assert [len(files) for files in before.hours.values()] == [4, 1]
-    in_order = payloads(world, before)
-    # An hour that may still get messages is left alone
-    maintain(world.archive, None, NINE + timedelta(hours=2))
-    assert look(world.archive) == before
-
-    # When a later run sweeps
-    world.run("later").all()
-
-    # Then it has one file, with the same messages in the same order
-    after = look(world.archive)
-    assert [len(files) for files in after.hours.values()] == [1, 1]
-    assert (after.messages, after.removed) == (6, ())
-    assert payloads(world, after) == in_order
-    # And a backfill that began before reads the former files to its end
-    assert payloads(world, before) == in_order
-
-
-def payloads(world: World, contents: ArchivedInterval) -> list[Any]:
-    interval = of_minutes(0, 120).interval
-    assert interval is not None
-    parts = tables(world.archive, contents, interval)
-    return [payload for part in parts for payload in part["payload"].to_pylist()]
-
-
 # -- concurrent and killed writers -----------------------------------------------------------------
 
 
@@ -273,7 +243,7 @@ def is_listening(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_archive_in_a_bucket_is_read_compacted_and_purged():
+def test_archive_in_a_bucket_is_read_and_purged():
     with s3_process() as options:
         store = Store.open("s3://bucket/staging", **options)
         store.fs.mkdir("bucket")
@@ -282,13 +252,10 @@ def test_archive_in_a_bucket_is_read_compacted_and_purged():
         archive = archive_folder(store, "p")
         interval = Interval(NOW, NOW + timedelta(hours=1))
 
-        for later in (timedelta(hours=1), timedelta(days=3)):
-            maintain(archive, None, NOW + later)
-            contents = look(archive, interval)
-            parts = tables(archive, contents, interval)
-            payloads = [payload for part in parts for payload in part["payload"].to_pylist()]
-            assert payloads == [b"0", b"1", b"2", b"3"]
-        assert [len(files) for files in contents.hours.values()] == [1]
+        contents = look(archive, interval)
+        parts = tables(archive, contents, interval)
+        payloads = [payload for part in parts for payload in part["payload"].to_pylist()]
+        assert payloads == [b"0", b"1", b"2", b"3"]
 
         maintain(archive, 1.0, NOW + timedelta(days=3))
         assert look(archive).messages == 0
