@@ -28,7 +28,7 @@ test: ## The tests, but for slow ones and those in a browser; ARGS="-k word" for
 	@$(PYTEST) -m "not slow and not browser" $(ARGS)
 
 test-all: ## All tests, the slow ones too, but for those in a browser; and the lines that they cover
-	@$(subst --kafka,--kafka --s3a,$(PYTEST)) -m "not browser" --cov airflow_broadway --cov-report term:skip-covered $(ARGS)
+	@$(subst --kafka,--kafka --s3a --cluster,$(PYTEST)) -m "not browser" --cov airflow_broadway --cov-report term:skip-covered $(ARGS)
 
 test-browser: ## The pages in Airflow's UI, in a real Chromium; build/screens has a picture of each
 	@$(RUN) --browser --rabbitmq --quick-spark --airflow airflow-test pytest -m browser --durations 10 tests/browser $(ARGS)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+from pkgutil import resolve_name
 
 from airflow.providers.common.compat.sdk import conf
 
 
-def add_dag_folders() -> None:
-    """Adds the folders of Dag files to ``sys.path``, as Airflow's own processes do."""
-    try:
-        bundles = json.loads(conf.get("dag_processor", "dag_bundle_config_list", fallback="[]"))
-    except ValueError:
-        bundles = []
-    folders = [
-        conf.get("core", "dags_folder", fallback=""),
-        *((b.get("kwargs") or {}).get("path") for b in bundles if isinstance(b, Mapping)),
-        conf.get("core", "plugins_folder", fallback=""),
-    ]
-    for folder in folders:
-        if folder and folder not in sys.path and Path(folder).is_dir():
-            sys.path.append(str(folder))
+def add_dag_folders() -> list[str]:
+    """Adds the newest version of each Dag bundle to ``sys.path``.
+
+    :returns: A sentence on each bundle that cannot be fetched: the pipeline may be in another.
+    """
+    failures = []
+    for config in json.loads(conf.get("dag_processor", "dag_bundle_config_list") or "[]"):
+        try:
+            # Airflow's manager of bundles would log each command's.
+            kwargs = config.get("kwargs") or {}
+            bundle = resolve_name(config["classpath"])(name=config["name"], **kwargs)
+            bundle.initialize()
+        except Exception as error:
+            failures.append(f"the Dag bundle {config['name']!r} cannot be fetched: {error}")
+        else:
+            if str(bundle.path) not in sys.path:
+                sys.path.append(str(bundle.path))
+    return failures

@@ -10,7 +10,7 @@ from typing import Any
 from airflow_broadway.adapters.dag_folders import add_dag_folders
 from airflow_broadway.cli.output import CommandError
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.errors import BroadwayError, PipelineError
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref, make_ref
@@ -22,8 +22,11 @@ def pipeline_of(reference: str) -> Pipeline:
     :raises PipelineError: If its class cannot be imported here.
     :raises OptionsError: If one of its options breaks its rule.
     """
-    add_dag_folders()
-    return load_ref(make_ref(_read_reference(reference)), RunInfo())
+    failures = add_dag_folders()
+    try:
+        return load_ref(make_ref(_read_reference(reference)), RunInfo())
+    except PipelineError as error:
+        raise PipelineError(".  ".join([str(error), *failures])) from error
 
 
 def _read_reference(text: str) -> Any:

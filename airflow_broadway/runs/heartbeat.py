@@ -20,7 +20,7 @@ from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 log = logging.getLogger(__name__)
 
 #: Seconds after which a heartbeat is stale: the Dag is paused, or its sensor's state was set by
-#: hand.  Longer than any poke interval including rescheduling.
+#: hand.  Longer than a usual poke interval including rescheduling.
 HEARTBEAT_TIMEOUT: Final = 60.0
 
 #: The file with the start of the hold of each task group of the run.
@@ -34,22 +34,25 @@ class Heartbeat:
         self._files = run.files
         self._clock = clock
 
-    def beat(self) -> None:
-        """Writes the heartbeat; logs a failure, after which tasks stand in for the sensor."""
-        text = json.dumps({"at": self._clock.now().isoformat()})
+    def beat(self, again: float = 0.0) -> None:
+        """Writes the heartbeat; logs a failure, after which tasks stand in for the sensor.
+
+        :param again: Seconds until the next one, if it may be later than usual.
+        """
+        text = json.dumps({"at": self._clock.now().isoformat(), "again": again})
         try:
             self._files.replace(paths.HEARTBEAT, text)
         except StagingError as error:
             log.warning("Could not write the heartbeat: %s", error)
 
     def is_fresh(self) -> bool:
-        """Whether a sensor wrote it within ``HEARTBEAT_TIMEOUT``."""
+        """Whether the next one is not overdue by ``HEARTBEAT_TIMEOUT``."""
         try:
-            at = json.loads(self._files.read(paths.HEARTBEAT))["at"]
+            last = json.loads(self._files.read(paths.HEARTBEAT))
         except FileNotFoundError:
             return False
-        age = self._clock.now() - datetime.fromisoformat(at)
-        return age.total_seconds() < HEARTBEAT_TIMEOUT
+        age = self._clock.now() - datetime.fromisoformat(last["at"])
+        return age.total_seconds() < HEARTBEAT_TIMEOUT + float(last.get("again", 0.0))
 
 
 class Hold:

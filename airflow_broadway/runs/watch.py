@@ -81,6 +81,7 @@ class RunWatcher:
         processed: Sequence[Mapping[str, Any]] = (),
         last: bool = False,
         hold_failed: float = 0.0,
+        again: float = 0.0,
     ) -> dict[str, Any] | None:
         """Performs one poke: renews leases, or settles everything and accounts for the run.
 
@@ -90,11 +91,12 @@ class RunWatcher:
         :param last: Whether this is the last poke: settles even if tasks are running or messages
             are on hold.
         :param hold_failed: Seconds for which messages of failed tasks are kept.
+        :param again: Seconds until the next poke, if it may be later than usual.
         :returns: The run's report; ``None`` to poke again.
         :raises BroadwayError: If a generation could not be settled; poke again.
         """
         if not over:  # afterwards no task reads it
-            self.heartbeat.beat()
+            self.heartbeat.beat(again)
         waits = not over
         if over and failed:
             waits = self._hold.is_on(hold_failed, failed, self._unsettled())

@@ -41,6 +41,8 @@ __all__ = ["BroadwayAckSensor"]
 
 #: The default of the longest interval between two checks, in seconds.
 MAX_POKE_INTERVAL: Final = 15.0
+#: The same in the triggerer, which notices finished tasks by itself.
+MAX_DEFERRED_INTERVAL: Final = 300.0
 
 #: In reschedule mode it keeps its worker for this many seconds from the start of a run, unless no
 #: watched task has been running for ``QUIET_TIMEOUT``.
@@ -79,9 +81,10 @@ class BroadwayAckSensor(BaseSensorOperator):
         fewer than 10 messages need one failure that is not retried.
     :param staging: URI of the staging root; by default ``[broadway] staging``. (templated)
     :param poke_interval: The longest time between two checks, in seconds; by default a quarter of
-        the lease, at most 15.  A young run is checked more often.  With ``"reschedule"``, less than
-        10 is unreliable: Airflow may treat a sensor as killed that is rescheduled before the
-        supervisor of its last check has ended.
+        the lease, at most 15, or 300 if deferrable: the triggerer notices finished tasks by itself.
+        A young run is checked more often.  With ``"reschedule"``, less than 10 is unreliable:
+        Airflow may treat a sensor as killed that is rescheduled before the supervisor of its last
+        check has ended.
     :param mode: ``"reschedule"`` (default) frees the worker between two checks, once the run is a
         minute old or none of its tasks is running; ``"poke"`` never does, except in ``dag.test()``,
         which runs one task at a time.
@@ -107,7 +110,12 @@ class BroadwayAckSensor(BaseSensorOperator):
     ) -> None:
         ref = pipeline_ref(pipeline, "ack")
         known = declared(ref)
-        interval = _poke_interval(poke_interval, None if known is None else known.producer.lease)
+        if deferrable is None:
+            deferrable = conf.getboolean("operators", "default_deferrable", fallback=False)
+        self.deferrable = deferrable
+        most = MAX_DEFERRED_INTERVAL if deferrable else MAX_POKE_INTERVAL
+        lease = None if known is None else known.producer.lease
+        interval = _poke_interval(poke_interval, lease, most)
         kwargs.setdefault("mode", "reschedule")
         kwargs.setdefault("trigger_rule", "always")
         # Before its siblings: it renews their leases.
@@ -123,9 +131,6 @@ class BroadwayAckSensor(BaseSensorOperator):
         self.hold_failed = hold_failed
         self.fail_when = check_fail_when(f"{self.task_id}.fail_when", fail_when)
         self.staging = staging
-        if deferrable is None:
-            deferrable = conf.getboolean("operators", "default_deferrable", fallback=False)
-        self.deferrable = deferrable
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -230,6 +235,9 @@ class BroadwayAckSensor(BaseSensorOperator):
         run = self._run = self._run or host.open_run(
             self.staging, pipeline, report=self._is_first(context)
         )
+        late = self._describe_delay(context, float(pipeline.producer.lease))
+        if late and self._is_first(context):
+            self.log.warning("%s", late)
         watcher = RunWatcher(run, pipeline, task_ids=self.watched(context), ports=host.ports)
         states = self._states(context)
         finished = _over(states)
@@ -242,12 +250,31 @@ class BroadwayAckSensor(BaseSensorOperator):
                 processed=self._processed(context) if finished else (),
                 last=last,
                 hold_failed=self.hold_failed,
+                again=self.poke_interval if self.deferrable else 0.0,
             )
         finally:
             watcher.close()
-        return None if report is None else self._conclude(report)
+        return None if report is None else self._conclude(report, late)
 
-    def _conclude(self, report: dict[str, Any]) -> dict[str, Any]:
+    def _describe_delay(self, context: Context, lease: float) -> str:
+        """Returns a sentence if it was more than a quarter of the lease until the first check."""
+        ti, run_start = context["ti"], context["dag_run"].start_date
+        if ti.try_number > 1 or run_start is None:  # cleared, perhaps long after the run
+            return ""
+        start = ti.get_first_reschedule_date(context) or ti.start_date
+        delay = 0.0 if start is None else (start - run_start).total_seconds()
+        if delay <= lease / 4:
+            return ""
+        return (
+            f"{self.task_id} waited {delay:.0f} s for a slot (pool {self.pool!r}) and renewed no"
+            " lease meanwhile: give it a pool of its own, or deferrable=True"
+        )
+
+    def _conclude(self, report: dict[str, Any], late: str = "") -> dict[str, Any]:
+        """Logs the report, and returns its summary.
+
+        :param late: See :meth:`_describe_delay`.
+        """
         from airflow_broadway.runs.account import trouble_of
 
         totals = report["totals"]
@@ -266,6 +293,8 @@ class BroadwayAckSensor(BaseSensorOperator):
         if not report["balanced"]:
             raise AirflowFailException(f"{unbalanced_line(totals)}.  See {report['path']}")
         troubles = trouble_of(report, self.fail_when)
+        if totals["lapsed"] and late:
+            troubles.append(late)
         summary = summary_line(totals)
         if troubles:
             raise AirflowFailException(
@@ -308,12 +337,17 @@ def _over(states: Mapping[str, str | None]) -> bool:
     return bool(states) and all(state in FINISHED for state in states.values())
 
 
-def _poke_interval(interval: timedelta | float | None, lease: float | str | None) -> float:
-    """Returns the poke interval, bounded by the lease that it renews."""
+def _poke_interval(
+    interval: timedelta | float | None, lease: float | str | None, most: float
+) -> float:
+    """Returns the poke interval, bounded by the lease that it renews.
+
+    :param most: The longest default.
+    """
     if isinstance(lease, str):  # a template that is not rendered yet
         lease = None
     if interval is None:
-        return min(MAX_POKE_INTERVAL, (lease or MAX_POKE_INTERVAL * 4) / 4)
+        return min(most, (lease or MAX_POKE_INTERVAL * 4) / 4)
     seconds = interval.total_seconds() if isinstance(interval, timedelta) else interval
     if not SECONDS.holds(seconds):
         raise OptionsError("ack.poke_interval", SECONDS.text, interval)

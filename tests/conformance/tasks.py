@@ -61,7 +61,11 @@ class Tasks:
             xcom_pull=self._returned_by,
         )
         dag_run = SimpleNamespace(
-            run_type="manual", logical_date=None, data_interval_start=None, data_interval_end=None
+            run_type="manual",
+            start_date=None,
+            logical_date=None,
+            data_interval_start=None,
+            data_interval_end=None,
         )
         dag = SimpleNamespace(task_ids=self.task_ids, tasks=[])
         # All that comes is there already.

@@ -196,6 +196,7 @@ def _context(ti: _Instance, watched: Sequence[str]) -> Any:
         logical_date=None,
         data_interval_start=None,
         data_interval_end=None,
+        start_date=None,
     )
     params: Mapping[str, Any] = {}
     dag = SimpleNamespace(task_ids=[*watched, "ack"], tasks=[])

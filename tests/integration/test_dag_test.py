@@ -13,7 +13,9 @@ from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG
 
 from airflow_broadway import Batcher, Message, Processors
+from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.core.formats.record_batch import OpenBatch
+from airflow_broadway.core.model.connections import to_variable
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
 from airflow_broadway.operators.process import BroadwayProcessorOperator
 from airflow_broadway.operators.run import BroadwayRunOperator
@@ -238,6 +240,8 @@ def test_connections_come_from_a_secrets_backend(world, monkeypatch):
 
     assert ran.state == "success"
     assert ran.totals == {"received": 5, "acked": 5, "accounted": 5}
+    # Sinks' connections, which go to Spark's driver, are looked up in the same way
+    assert str(world.file) in str(to_variable(AirflowConnections(), ["puppets"]))
 
 
 def test_overrides_are_rendered_templates(world):

@@ -8,13 +8,13 @@ from scripts.count_code import count_code, rooms_of_project
 #: one only with a reason in its message.
 REACHED = {
     "adapters/": 645,
-    "cli/": 1_220,
+    "cli/": 1_225,
     "core/": 8_540,
     "hooks/": 80,
     "operators/": 705,
     "plugin/": 1_900,
     "runs/": 5_305,
-    "sensors/": 330,
+    "sensors/": 355,
     "sinks/": 1_100,
     "spark/": 1_705,
     "staging/": 4_245,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_055,
     "producers/*.py": 50,
-    "package": 43_560,
-    "tests and scripts": 66_830,
+    "package": 43_585,
+    "tests and scripts": 67_490,
 }
 
 MODULE = '''"""A module.

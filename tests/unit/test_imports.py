@@ -21,7 +21,9 @@ import airflow_broadway
 PACKAGE = Path(airflow_broadway.__file__).parent
 
 #: Room → what its modules must not load, directly or through others.
-CLIENTS = ["pika", "boto3", "botocore", "confluent_kafka", "google", "grpc", "s3fs"]
+# Not google.auth: with the Kubernetes provider Airflow itself loads it.
+GOOGLE = ["google.api_core", "google.cloud", "google.pubsub_v1", "grpc"]
+CLIENTS = ["pika", "boto3", "botocore", "confluent_kafka", *GOOGLE, "s3fs"]
 BARRED = {
     "core": [*CLIENTS, "airflow", "pyspark", "pyarrow", "fsspec", "tenacity"],
     "producers": [*CLIENTS, "airflow", "pyspark", "pyarrow"],

@@ -6,10 +6,15 @@ import argparse
 import dataclasses
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from airflow import settings
+from airflow.dag_processing.bundles.base import BaseDagBundle
 
 from airflow_broadway.cli import runs as command
 from airflow_broadway.cli.arguments import build_parser
@@ -132,15 +137,52 @@ def test_failed_runs_are_listed_with_the_reason(shop, capsys, changes, why):
         assert f"{RUN_ID}: {why}" in text
 
 
-def test_pipeline_beside_dag_files_is_importable(shop, capsys, monkeypatch):
+class FetchedBundle(BaseDagBundle):
+    """A bundle that is a folder only once it has been fetched, as that of a git repository is."""
+
+    def __init__(self, *, source: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._source = source
+
+    @property
+    def path(self) -> Path:
+        return Path(self.base_dir) / "fetched"
+
+    def initialize(self) -> None:
+        shutil.copytree(self._source, self.path)
+        super().initialize()
+
+    def get_current_version(self) -> None:
+        return None
+
+    def refresh(self) -> None: ...
+
+
+@pytest.mark.parametrize("bundles", [(), ("gone", "shop"), ("gone",)])
+def test_pipeline_beside_dag_files_is_importable(shop, capsys, monkeypatch, tmp_path, bundles):
     # Given a process that has neither the module nor its folder
     monkeypatch.setattr(sys, "path", [path for path in sys.path if str(shop.folder) not in path])
     monkeypatch.delitem(sys.modules, shop.module, raising=False)
+    # Airflow's processes have it from the folder of Dags, or from a bundle
+    monkeypatch.setattr(settings, "DAGS_FOLDER", f"{shop.folder}/dags")
+    if bundles:
+        monkeypatch.setenv("AIRFLOW__DAG_PROCESSOR__DAG_BUNDLE_STORAGE_PATH", str(tmp_path / "b"))
+        source = {"gone": "/nowhere", "shop": f"{shop.folder}/dags"}
+        path = f"{__name__}.FetchedBundle"
+        configured = [
+            {"name": name, "classpath": path, "kwargs": {"source": source[name]}}
+            for name in bundles
+        ]
+        setting = "AIRFLOW__DAG_PROCESSOR__DAG_BUNDLE_CONFIG_LIST"
+        monkeypatch.setenv(setting, json.dumps(configured))
 
     result = ran(capsys, "depth", "--pipeline", shop.ref, "--json")
 
-    assert result.code == 0
-    assert [row["ready"] for row in result.json] == [4]
+    if bundles == ("gone",):
+        assert "Dag bundle 'gone' cannot be fetched" in result.json[0]["unknown"]
+    else:
+        assert [row["ready"] for row in result.json] == [4]
+        assert result.code == 0
 
 
 # -- queue -----------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ def task_context(
         get_dr_count=lambda **_: int(running),
         xcom_push=lambda key, value: xcoms.update({key: value}),
     )
-    dates = dict.fromkeys(("logical_date", "data_interval_start", "data_interval_end"))
+    names = ("start_date", "logical_date", "data_interval_start", "data_interval_end")
+    dates = dict.fromkeys(names)
     dag_run = SimpleNamespace(run_id=run_id, run_type="manual", **dates)
     return {"ti": ti, "dag_run": dag_run, "params": {}}

@@ -50,6 +50,35 @@ def test_sensor_pokes_four_times_per_lease_and_every_15_seconds():
     assert sensor(pipeline=Orders(producer={"lease": 3600.0})).poke_interval == 15.0
 
 
+def test_sensor_in_the_triggerer_is_a_process_only_to_renew():
+    assert sensor(deferrable=True).poke_interval == 10.0
+    hour, day = (Orders(producer={"lease": lease}) for lease in (3600.0, 86_400.0))
+    assert sensor(pipeline=Orders(producer={"lease": 900.0}), deferrable=True).poke_interval == 225
+    assert sensor(pipeline=hour, deferrable=True).poke_interval == 300.0
+    assert sensor(pipeline=day, deferrable=True, poke_interval=900).poke_interval == 900.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "try_number", "late"), [(9, 1, False), (11, 1, True), (11, 2, False)]
+)
+def test_sensor_that_waited_for_a_quarter_of_the_lease_says_so(seconds, try_number, late):
+    start = datetime.now(UTC)
+    ti = SimpleNamespace(
+        try_number=try_number,
+        start_date=start + timedelta(seconds=seconds),
+        get_first_reschedule_date=lambda context: None,
+    )
+    context: Any = {"ti": ti, "dag_run": SimpleNamespace(start_date=start)}
+    look = sensor(pool="acks")
+
+    text = look._describe_delay(context, 40.0)
+
+    assert ("ack waited 11 s for a slot (pool 'acks') and renewed no lease" in text) is late
+    with pytest.raises(AirflowFailException) as caught:
+        look._conclude(report_of(lapsed=1), text)
+    assert str(caught.value).count("waited") == late
+
+
 def test_templated_lease_is_no_bound():
     assert sensor(pipeline=Orders(producer={"lease": "{{ var.value.x }}"})).poke_interval == 15.0
 

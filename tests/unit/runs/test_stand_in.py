@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from airflow_broadway.adapters.host import deployment
+from airflow_broadway.runs.heartbeat import HEARTBEAT_TIMEOUT, Heartbeat
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.spark_batches import SparkBatches
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 from airflow_broadway.staging.plan_choice import Recorded
+from airflow_broadway.testing import ManualClock
 from tests.unit.runs.steps import TEN, Run, balanced
 
 
@@ -31,12 +33,26 @@ def context_of(run: Run, started: datetime, states: dict[str, str | None]) -> An
     dag_run = SimpleNamespace(
         run_id=run.run_id,
         run_type="manual",
+        start_date=started,
         logical_date=None,
         data_interval_start=None,
         data_interval_end=None,
     )
     dag = SimpleNamespace(task_ids=list(states), tasks=[])
     return {"ti": ti, "dag_run": dag_run, "dag": dag, "params": {}}
+
+
+def test_a_sensor_that_looks_seldom_is_active_until_its_next_look_is_overdue(tmp_path):
+    clock = ManualClock()
+    heartbeat = Heartbeat(Run(tmp_path).staged, clock)
+    assert not heartbeat.is_fresh()
+
+    for again in (0.0, 300.0):
+        heartbeat.beat(again)
+        clock.advance(again + HEARTBEAT_TIMEOUT - 1)
+        assert heartbeat.is_fresh()
+        clock.advance(1)
+        assert not heartbeat.is_fresh()
 
 
 @pytest.mark.parametrize("watched", [False, True])
