@@ -72,7 +72,7 @@ def emit_outlet_events(
     for head in heads:
         for name in pipeline.batchers[head.batcher].assets:
             declared.setdefault(name, set()).add(head.batcher)
-    promised = {name for head in heads for name in pipeline.batchers[head.batcher].outlets}
+    promised = {name for head in heads for name in pipeline.batchers[head.batcher].outlets or ()}
     missing = sorted(promised - {getattr(asset, "name", "") for asset in operator.outlets})
     if missing:
         log.warning(

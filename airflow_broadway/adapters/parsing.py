@@ -74,3 +74,20 @@ def check_engine(ref: Mapping[str, Any]) -> None:
             f" {name.lower()}_pipeline.py, and import it from there",
             "spark",
         )
+
+
+#: Settings that belong to the connection: their places.
+_OF_CONNECTION = {"spark.master": "the connection's host", "spark.submit.deployMode": "deploy_mode"}
+
+
+def check_submission(arguments: Mapping[str, Any]) -> None:
+    """Checks the ``deploy_mode`` and the ``conf`` of a submitting operator.
+
+    :raises OptionsError: If the mode is unknown, or a setting belongs to the connection.
+    """
+    mode, conf = arguments.get("deploy_mode"), arguments.get("conf")
+    if mode not in (None, "client", "cluster"):
+        raise OptionsError("deploy_mode", "'client' or 'cluster'", mode)
+    for name, place in _OF_CONNECTION.items():
+        if isinstance(conf, Mapping) and name in conf:
+            raise OptionsError(f"conf.{name}", f"no value: set {place} instead", conf[name])

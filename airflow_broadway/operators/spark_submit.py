@@ -23,7 +23,7 @@ from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.host import Host, references
 from airflow_broadway.adapters.links import ON_SPARK, note_spark
 from airflow_broadway.adapters.outlets import emit_outlet_events
-from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
+from airflow_broadway.adapters.parsing import check_engine, check_submission, pipeline_ref
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError
 from airflow_broadway.core.formats.files import AUTO, CLIENTS
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
@@ -32,7 +32,6 @@ from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.connections import to_variable
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.text import many, without_outcome
-from airflow_broadway.submit.environment import DEPLOY_MODES, check_conf
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -96,10 +95,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             raise OptionsError("max_applications", "an integer of at least 1", max_applications)
         if staging_client not in CLIENTS:
             raise OptionsError("staging_client", f"one of {', '.join(CLIENTS)}", staging_client)
-        if kwargs.get("deploy_mode") not in (None, *DEPLOY_MODES):
-            modes = " or ".join(map(repr, DEPLOY_MODES))
-            raise OptionsError("deploy_mode", modes, kwargs["deploy_mode"])
-        check_conf(kwargs.get("conf"))
+        check_submission(kwargs)
         for name in ("application", "application_args", "java_class"):
             if kwargs.get(name):
                 raise OptionsError(

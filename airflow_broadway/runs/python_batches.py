@@ -115,7 +115,7 @@ class PythonBatches:
 
     def _run(self, recorder: BatchRecorder, counts: dict[str, int]) -> None:
         options = self.pipeline.batchers[self.plan.batcher]
-        self.plan.check_sink(options.sink)
+        self.plan.check_sink(options.commits_uri)
         # Read after fencing: from now on, an earlier execution records nothing that counts.
         outcome_reader = Recorded(self.staged)
         recorded = outcome_reader.recorded(self.plan)

@@ -99,6 +99,7 @@ def settle(
 
     try:
         sinks = _batchers_with_sink(pipeline, names, recorded)
+        _check_removed_batchers(run, record, pipeline, recorded)
         settlement, complete, progress, plans = decide()
         if sinks and not complete:
             # From the intent on no try begins a commit; those begun before are ruled out.
@@ -120,6 +121,20 @@ def settle(
         _record_crash(run, record)
     index = _indexer(run, record, served, plans, sinks, recorded)
     return _carry_out(run, record, custodian, settlement, progress, index)
+
+
+def _check_removed_batchers(
+    run: StagedRun, record: GenerationRecord, pipeline: Pipeline, recorded: Recorded
+) -> None:
+    """Checks that no batcher with a sink was removed or renamed: its outcomes would not count.
+
+    :raises SinkError: If one was.
+    """
+    manifest = run.manifest(record.generation)
+    for name in (manifest.batchers if manifest else {}).keys() - pipeline.batchers.keys():
+        for plan in recorded.plans(name):
+            if plan.sink is not None and record.generation in plan.generations:
+                plan.check_sink(None)
 
 
 def _batchers_with_sink(

@@ -210,7 +210,7 @@ def record_landed_batches(
     :raises SinkError: If a sink cannot be read, or is another than when they were planned.
     """
     for head in plans.open_heads:
-        head.check_sink(pipeline.batchers[head.batcher].sink)
+        head.check_sink(pipeline.batchers[head.batcher].commits_uri)
         if head.sink is None:
             continue
         batches = [batch for plan, batch in plans.open_batches() if plan is head]
@@ -245,7 +245,7 @@ def resolve(
             continue
         for plan, batches in in_doubt:
             if batches:
-                plan.check_sink(pipeline.batchers[batcher].sink)
+                plan.check_sink(pipeline.batchers[batcher].commits_uri)
         log.info("%s of %r without an outcome: ruling them out.", many(len(ids), "batch"), batcher)
         with closing(open_sink(pipeline, batcher, connections)) as client:
             landed = client.rule_out(list(dict.fromkeys(ids)))
@@ -271,7 +271,7 @@ def rule_out_batches(
     """
     for batch in batches:
         head = heads[batch.batch_id]
-        head.check_sink(pipeline.batchers[head.batcher].sink)
+        head.check_sink(pipeline.batchers[head.batcher].commits_uri)
         if head.sink is None:
             continue
         ids = commit_ids(head, [batch])

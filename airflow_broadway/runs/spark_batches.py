@@ -76,7 +76,7 @@ class SparkBatches:
         except FileNotFoundError:
             raise StagingError(self._missing_plans(planned_by)) from None
         for head in self.plans.open_heads:
-            head.check_sink(self.pipeline.batchers[head.batcher].sink)
+            head.check_sink(self.pipeline.batchers[head.batcher].commits_uri)
         #: Chooses the batches of each application.
         self.isolation = Isolation(
             self.staged,

@@ -13,13 +13,12 @@ from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from functools import partial
-from operator import call
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import empty_line, lines_of, summary_line
-from airflow_broadway.core.errors import BroadwayError, StagingError
+from airflow_broadway.core.errors import BroadwayError, RequestRefused, StagingError
 from airflow_broadway.core.formats.deaths import TRIES
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.manifest import Manifest
@@ -36,14 +35,14 @@ from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.reports import report_backlog
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.plans import OpenPlans
-from airflow_broadway.runs.poison.child_process import ChildProcess, run_in_child
+from airflow_broadway.runs.poison.child_process import ChildProcess
 from airflow_broadway.runs.poison.isolation import Isolation
 from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, Task, open_generation, producer_env
 from airflow_broadway.runs.process import Process
 from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.settle import settle
-from airflow_broadway.runs.sinks import LocalCommits
+from airflow_broadway.runs.sinks import LocalCommits, time_sinks
 from airflow_broadway.runs.sources.dead_letters import move_letters
 from airflow_broadway.runs.sources.past_run import PastRun
 from airflow_broadway.runs.sources.pipelines import (
@@ -216,6 +215,11 @@ class UnstagedTask(PullTask):
             released.
         """
         staged, served, env = self.staged, self.served, self.env
+        if served.run.source.interval is not None and time_sinks(served):
+            raise RequestRefused(
+                "a sink has a time_column, and this operator stages nothing, so that the rows of a"
+                " backfill could be deleted again: use a task group"
+            )
         sweep(staged, self.pipeline, self.task, self.ports, self.source)
         move_letters(served, env)
         sinks = LocalCommits(served, env.generation, self.ports.connections)
@@ -414,7 +418,14 @@ class BatchTask:
 
     def _run(self, work: Callable[[], object]) -> None:
         """Runs work on sinks; in a child process if batches may be handled in another."""
-        (run_in_child if self.task.forks else call)(work)
+        if not self.task.forks:
+            work()
+            return
+        self._child = child = ChildProcess(work)
+        try:
+            child.finish()
+        finally:
+            self._child = None
 
     def _handle_in_child(self, plan: BatchPlan, isolation: Isolation) -> str:
         """Runs batches in a child process, which may crash; returns the exception of its work."""

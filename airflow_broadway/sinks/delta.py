@@ -31,6 +31,7 @@ from airflow_broadway.sinks.fencing import (
     KEPT_DAYS,
     RULED_OUT,
     TIME_COLUMN,
+    check_time_column,
     has_landed,
     import_client,
     spark_reason,
@@ -47,7 +48,10 @@ class DeltaTable(Options, Sink):
     """A Delta Lake table; see ``docs/sink-tables.md``."""
 
     path: str = option(
-        rule=matching(r"(/|[a-z][a-z0-9]*://)[^?#`]+", "an absolute path or a URI"),
+        rule=matching(
+            r"(?!\w+://[^/]*:[^/]*@)(/|[a-z][a-z0-9]*://)[^?#`]+",
+            "an absolute path or a URI without a password",
+        ),
         doc="The table's folder, such as ``s3://lake/orders``; the table must exist.",
     )
     conn_id: str | None = option(
@@ -66,7 +70,8 @@ class DeltaTable(Options, Sink):
 
     @property
     def uri(self) -> str:
-        return self.path if "://" in self.path else f"file://{self.path}"
+        path = self.path.rstrip("/")
+        return path if "://" in path else f"file://{path}"
 
     def caveat(self, engine: str) -> str:
         if engine != "spark" or "://" in self.path or is_template(self.path):
@@ -87,7 +92,11 @@ class DeltaTable(Options, Sink):
             extra = env.connections.get(self.conn_id).extra
             storage = {name: str(v) for name, v in extra.get("storage_options", {}).items()}
         client = _Client(self, storage)
-        _check_retention(client.load().metadata().configuration, self.uri)
+        table = client.load()
+        _check_retention(table.metadata().configuration, self.uri)
+        if self.time_column is not None:
+            kinds = {field.name: str(field.type.type) for field in table.schema().fields}
+            check_time_column(self.uri, self.time_column, kinds.get(self.time_column))
         return client
 
     def open_spark(self, spark: Any, env: SinkEnv) -> SinkClient:

@@ -12,11 +12,24 @@ from airflow_broadway.core.model.sink import Commit, CommitRefused, SinkError
 RULED_OUT: Final = 0
 #: A sink's option ``time_column``.
 TIME_COLUMN: Final = (
-    "The column of times whose values lie in the interval of a backfill: a run of a past interval"
-    " deletes its rows first.  Without it earlier rows stay."
+    "The column of timestamps whose values lie in the interval of a backfill: a run of a past"
+    " interval deletes its rows first.  Without it earlier rows stay."
 )
 #: Days for which commit ids are kept at least: longer than any broker retains a message.
 KEPT_DAYS: Final = 32
+
+
+def check_time_column(uri: str, column: str, kind: str | None) -> None:
+    """Checks the type of a time column: text and dates do not compare as instants.
+
+    :param kind: Its type in the table; ``None`` if there is no such column.
+    :raises SinkError: If it is not a timestamp.
+    """
+    if kind is None or not kind.startswith("timestamp"):
+        raise SinkError(
+            f"the time_column {column!r} of {uri} must be a column of timestamps, and is"
+            f" {kind or 'missing'}"
+        )
 
 
 def has_landed(attempt: int | None, commit: Commit, uri: str) -> bool:

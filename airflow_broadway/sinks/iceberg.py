@@ -30,6 +30,7 @@ from airflow_broadway.sinks.fencing import (
     KEPT_DAYS,
     RULED_OUT,
     TIME_COLUMN,
+    check_time_column,
     has_landed,
     import_client,
 )
@@ -115,6 +116,9 @@ class _Client(SinkClient):
         except Exception as error:
             raise SinkError(f"{self._uri} cannot be opened: {reason_of(error)}") from None
         _check(self._table.metadata, self._uri)
+        if sink.time_column is not None:
+            kinds = {field.name: str(field.field_type) for field in self._table.schema().fields}
+            check_time_column(self._uri, sink.time_column, kinds.get(sink.time_column))
         self._first = self._table.metadata.current_snapshot_id
 
     def commit(self, rows: Any, commit: Commit) -> None:

@@ -36,6 +36,7 @@ from airflow_broadway.sinks.fencing import (
     KEPT_DAYS,
     RULED_OUT,
     TIME_COLUMN,
+    check_time_column,
     has_landed,
     import_client,
     spark_reason,
@@ -81,6 +82,10 @@ class PostgresTable(Options, Sink):
         return f"x-postgres://{self.conn_id}/{self.table.replace('.', '/')}"
 
     @property
+    def commits_uri(self) -> str:
+        return f"{self.uri}?ledger={self.ledger}"
+
+    @property
     def connection_ids(self) -> tuple[str, ...]:
         return (self.conn_id,)
 
@@ -112,6 +117,11 @@ class _Client(SinkClient):
         """
         with self._reaching() as session:
             self._run(session, "SELECT FROM {table} LIMIT 0")
+            if self._sink.time_column is not None:
+                query = "SELECT atttypid::regtype FROM pg_attribute WHERE attrelid = %s::regclass"
+                name = [self._table.as_string(), self._sink.time_column]
+                row = session.execute(f"{query} AND attname = %s", name).fetchone()
+                check_time_column(self.uri, self._sink.time_column, row[0] if row else None)
             exists = session.execute("SELECT to_regclass(%s)", [self._ledger.as_string()])
             if exists.fetchone() != (None,):
                 return
@@ -135,7 +145,7 @@ class _Client(SinkClient):
 
     def delete(self, interval: Interval, commit: Commit) -> None:
         def write(session: Session) -> None:
-            session.execute("SET LOCAL timezone = 'UTC'")  # of a column without a time zone
+            session.execute("SET LOCAL timezone = 'UTC'")  # of a timestamp without a time zone
             text = "DELETE FROM {table} WHERE {columns} >= %s AND {columns} < %s"
             columns = [str(self._sink.time_column)]
             session.execute(self._compose(text, columns), [interval.start, interval.end])

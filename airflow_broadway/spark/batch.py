@@ -125,7 +125,7 @@ class BatchRunner:
     def __init__(self, application: Application, plan: BatchPlan) -> None:
         self.app = application
         self.plan = plan
-        plan.check_sink(application.pipeline.batchers[plan.batcher].sink)
+        plan.check_sink(application.pipeline.batchers[plan.batcher].commits_uri)
         self.frames = BatchFrames(application.uri, plan, application.arrow)
         work = application.work
         self.recorder = BatchRecorder(

@@ -214,7 +214,7 @@ class _Planning:
             triggers=dict(sorted(lines.triggers.items())),
             root_id=self._run.store.root_id(),
             host=host_name(),
-            sink=None if self._options.sink is None else self._options.sink.uri,
+            sink=self._options.commits_uri,
             notes=self._notes(lines.summing.lines),
             lines=lines.summing.to_json(),
         )

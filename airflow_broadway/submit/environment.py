@@ -32,8 +32,6 @@ _DEFAULT_OPTIONS = "spark.driver.defaultJavaOptions"
 
 _MASTER = re.compile(r"local(\[.*\])?|yarn|spark://.+|k8s://.+")
 DEPLOY_MODES = ("client", "cluster")
-#: A properties file cannot override these: the connection's are on the command line.
-_OF_CONNECTION = {"spark.master": "the connection's host", "spark.submit.deployMode": "deploy_mode"}
 
 
 class SparkMissing(BroadwayError):
@@ -52,16 +50,6 @@ class SparkProgram:
     binary: str
     bundled: bool
     env: dict[str, str] = field(default_factory=dict)
-
-
-def check_conf(conf: Any) -> None:
-    """Checks an operator's ``conf`` while the Dag is parsed.
-
-    :raises OptionsError: If it has a setting that belongs to the connection.
-    """
-    for name, place in _OF_CONNECTION.items():
-        if isinstance(conf, Mapping) and name in conf:
-            raise OptionsError(f"conf.{name}", f"no value: set {place} instead", conf[name])
 
 
 def check_master(conn_id: str, master: str, deploy_mode: str) -> None:

@@ -756,10 +756,10 @@ def _timed_iceberg(properties: dict[str, str], kind: str) -> SinkSubject:
     sink: Any = made.sink
     times: Any = pa.array(_times(kind)).cast(_KINDS[kind], safe=False)
     rows = pa.table({"message_id": list("abcd"), "at": times})
-    merging = dataclasses.replace(sink, schema_mode="merge", time_column="at")
+    merging = dataclasses.replace(sink, schema_mode="merge")
     with closing(merging.open(made.env)) as client:
         client.commit(rows, commit_of("b1.0"))
-    return SinkSubject(merging, made.read, made.env)
+    return SinkSubject(dataclasses.replace(sink, time_column="at"), made.read, made.env)
 
 
 def _timed_postgres(server: PostgreSQL, kind: str) -> SinkSubject:
@@ -775,7 +775,7 @@ def _timed_postgres(server: PostgreSQL, kind: str) -> SinkSubject:
     return SinkSubject(dataclasses.replace(sink, time_column="at"), made.read, made.env)
 
 
-@pytest.mark.parametrize("kind", ["timestamptz", "timestamp", "date"])
+@pytest.mark.parametrize("kind", ["timestamptz", "timestamp"])
 @pytest.mark.parametrize("table", ["delta", "iceberg", "postgres"])
 def test_a_deletion_removes_the_rows_of_its_interval_once(
     request: pytest.FixtureRequest, tmp_path: Path, table: str, kind: str
@@ -800,6 +800,23 @@ def test_a_deletion_removes_the_rows_of_its_interval_once(
         client.delete(DAY, commit_of("backfill.two"))  # there is nothing left
         assert client.landed(["backfill.two"]) == {"backfill.two": 1}
         assert client.rule_out(["backfill.two"]) == {"backfill.two": 1}
+
+
+@pytest.mark.parametrize(("column", "error"), [("at", "is date"), ("when", "is missing")])
+@pytest.mark.parametrize("table", ["delta", "iceberg", "postgres"])
+def test_a_time_column_without_timestamps_is_refused(
+    request: pytest.FixtureRequest, tmp_path: Path, table: str, column: str, error: str
+) -> None:
+    if table == "delta":
+        subject = _timed_delta(tmp_path / "timed", "date")
+    elif table == "iceberg":
+        address = _address(request.getfixturevalue("server"))
+        subject = _timed_iceberg(sink_subjects.iceberg_database(tmp_path, *address), "date")
+    else:
+        subject = _timed_postgres(request.getfixturevalue("server"), "date")
+    sink: Any = subject.sink
+    with pytest.raises(SinkError, match=f"time_column '{column}' of .* {error}"):
+        dataclasses.replace(sink, time_column=column).open(subject.env)
 
 
 def test_a_deletion_that_began_before_its_tombstone_is_refused_by_delta(

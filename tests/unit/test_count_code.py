@@ -7,15 +7,15 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 645,
+    "adapters/": 655,
     "cli/": 1_225,
-    "core/": 8_540,
+    "core/": 8_545,
     "hooks/": 80,
     "operators/": 705,
     "plugin/": 1_900,
-    "runs/": 5_305,
+    "runs/": 5_335,
     "sensors/": 355,
-    "sinks/": 1_100,
+    "sinks/": 1_130,
     "spark/": 1_705,
     "staging/": 4_245,
     "submit/": 500,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_055,
     "producers/*.py": 50,
-    "package": 43_585,
-    "tests and scripts": 67_490,
+    "package": 43_620,
+    "tests and scripts": 67_545,
 }
 
 MODULE = '''"""A module.

@@ -12,7 +12,7 @@ from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.layout import VERSION, SealedFile
 from airflow_broadway.core.formats.sums import checked
 from airflow_broadway.core.model.message import Status
-from airflow_broadway.core.model.sink import Sink, SinkError
+from airflow_broadway.core.model.sink import SinkError
 from airflow_broadway.core.version import __version__, known_fields
 
 
@@ -96,7 +96,7 @@ class BatchPlan(SealedFile):
     :param triggers: Trigger → batches.
     :param root_id: The staging root that it was written under.
     :param host: The host that wrote it, for display.
-    :param sink: The URI of the batcher's sink when it was written; ``None`` without a sink.
+    :param sink: Where the batcher's sink recorded commits when it was written; ``None`` without.
     :param notes: Notes for users, e.g. that there are very many batches, and the way out.
     :param lines: Line count, bytes and SHA-256 of what follows the header.
     """
@@ -138,20 +138,18 @@ class BatchPlan(SealedFile):
             raise StagingError(f"{name} names files outside its folder: it was modified")
         return header, header._batches(lines, name)
 
-    def check_sink(self, sink: Sink | None) -> None:
+    def check_sink(self, uri: str | None) -> None:
         """Checks that the batcher still has the sink that it had when this plan was written.
 
-        The commits of a plan are in one table, which alone can rule them out.
-
-        :param sink: The batcher's sink now.
+        :param uri: Where its commits are recorded now; ``None`` without a sink.
         :raises SinkError: If it has another.
         """
-        uri = None if sink is None else sink.uri
         if uri != self.sink:
             raise SinkError(
                 f"the batches in {self.path} were planned for {self.sink or 'no sink'}, but the"
                 f" batcher {self.batcher!r} now has {uri or 'no sink'}: deploy the earlier pipeline"
-                " until the run is settled, then change its sink"
+                " until the run is settled, then change its sink; if its path has a template, clear"
+                " the run's ack task"
             )
 
     def _batches(self, lines: Iterator[str], name: str) -> Iterator[PlannedBatch]:

@@ -241,13 +241,13 @@ class Batcher(Options):
         rule=Rule("a sink, such as ParquetFolder(…)", lambda v: isinstance(v, Sink)).or_none(),
         doc="The table or folder to which the rows of each batch are committed exactly once.  Then"
         " ``handle_batch`` returns the rows; without ``handle_batch`` they are the message id and"
-        " the columns of ``data``: see ``docs/sinks.md``.  Its URI is an outlet, too.",
+        " the columns of ``data``: see ``docs/sinks.md``.",
     )
     outlets: Any = option(
-        default=(),
-        rule=Rule("a list of names or URIs of assets", _is_names),
+        default=None,
+        rule=Rule("a list of names or URIs of assets", _is_names).or_none(),
         doc="Airflow assets that its batches update: when the task that handled them succeeds, each"
-        " gets an event with counts and batch ids.",
+        " gets an event with counts and batch ids.  Default: the URI of its sink, if it has one.",
         no_template="it determines the assets of the Dag",
     )
 
@@ -279,14 +279,19 @@ class Batcher(Options):
             )
 
     @property
+    def commits_uri(self) -> str | None:
+        """The address of what records its sink's commits; ``None`` without a sink."""
+        return None if self.sink is None else self.sink.commits_uri
+
+    @property
     def assets(self) -> tuple[str, ...]:
-        """Names of the assets that its batches update: its outlets, and its sink's URI.
+        """Names of the assets that its batches update: its outlets, or its sink's URI.
 
         A sink with a template is none, since assets are determined while the Dag is parsed.
         """
-        if self.sink is None or is_template(self.sink.uri):
+        if self.outlets is not None:
             return tuple(self.outlets)
-        return (*self.outlets, self.sink.uri)
+        return () if self.sink is None or is_template(self.sink.uri) else (self.sink.uri,)
 
     @property
     def staged_timeout(self) -> float | None:

@@ -135,6 +135,11 @@ class Sink(ABC):
     def uri(self) -> str:
         """The table's address without credentials; its asset, lineage dataset and log name."""
 
+    @property
+    def commits_uri(self) -> str:
+        """The address of what records its commits, which alone can rule them out."""
+        return self.uri
+
     def caveat(self, engine: str) -> str:
         """Returns why a commit might land although it was ruled out; empty if it cannot.
 

@@ -79,6 +79,15 @@ class ChildProcess:
                 return f"killed by {signal.Signals(-code).name}"
         return f"exit code {code}" if code else ""
 
+    def finish(self) -> None:
+        """Waits until it ends.
+
+        :raises BroadwayError: If the work raised, or it was killed.
+        """
+        ending = self.wait()
+        if ending:
+            raise BroadwayError(self.raised or f"a child process ended: {ending}")
+
     def _end(self) -> None:
         """Sends SIGTERM, then SIGKILL after a timeout."""
         limit = time.monotonic() + _END_TIMEOUT
@@ -91,17 +100,6 @@ class ChildProcess:
                     os.waitpid(self._pid, 0)
                     return
                 time.sleep(0.05)
-
-
-def run_in_child(work: Callable[[], object]) -> None:
-    """Runs work in a child process: deltalake, for one, survives no later fork of a process.
-
-    :raises BroadwayError: If the work raises, or the child dies.
-    """
-    child = ChildProcess(work)
-    ending = child.wait()
-    if ending:
-        raise BroadwayError(child.raised or f"a child process ended: {ending}")
 
 
 def _run_child(work: Callable[[], object], error_write: int) -> None:

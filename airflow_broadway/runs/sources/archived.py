@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Final, cast
@@ -45,6 +46,7 @@ from airflow_broadway.core.model.run_source import (
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.encoding import load, load_key
 from airflow_broadway.core.text import many
+from airflow_broadway.runs.sinks import time_sinks
 from airflow_broadway.staging.archive.letters import put_failed
 from airflow_broadway.staging.archive.metadata import metadata_of
 from airflow_broadway.staging.archive.reader import ArchivedInterval, look, tables
@@ -78,6 +80,8 @@ class PastProducer:
         #: Whether staged files have payloads: those of a past run may.
         self.keeps_payload = source.kind == RUN and self.live.keeps_payload
         self._archive: Archive | None = pipeline.archive
+        if self._archive is not None and time_sinks(pipeline):  # what is missing would be deleted
+            self._archive = replace(self._archive, on_gap="refuse")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.live, name)
@@ -185,7 +189,8 @@ def find_range(
     if gaps and options.on_gap == "refuse":
         raise RequestRefused(
             f"the interval from {interval} is not whole in the archive: {'; '.join(gaps)}."
-            "  Nothing was handled, since on_gap is 'refuse'"
+            "  Nothing was handled, since on_gap is 'refuse', as it always is if a sink has a"
+            " time_column, by which the interval's rows would be deleted"
         )
     for gap in gaps:
         log.warning("The interval from %s: %s.", interval, gap)

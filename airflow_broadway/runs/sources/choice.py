@@ -92,6 +92,12 @@ def choose_source(pipeline: Pipeline, request: SourceRequest) -> RunSource:
             f"the producer {pipeline.producer.kind!r} has no log to read an interval of: nothing"
             f" was received; {_ADD_ARCHIVE}"
         )
+    sinks = [options.sink for options in pipeline.batchers.values()]
+    if kind == LOG and any(sink is not None and sink.time_column for sink in sinks):
+        raise RequestRefused(
+            "a sink has a time_column, and the broker's log may lack messages whose rows would be"
+            " deleted: nothing was received; read an archive, or remove the time_column"
+        )
     if kind in (ARCHIVE, LOG):
         return RunSource(kind=kind, interval=_interval(request))
     if kind == RUN:

@@ -292,6 +292,7 @@ class PastRun:
             batches=len(batches),
             triggers=dict(Counter(batch.trigger for batch in batches)),
             notes=[],
+            sink=self.pipeline.batchers[plan.batcher].commits_uri,
             lines=summing.to_json(),
         )
         self.staged.files.write_lines(f"{path}/plan.jsonl", [new_plan.dumps(), *lines])

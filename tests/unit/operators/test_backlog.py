@@ -430,14 +430,20 @@ def test_batcher_outlets_belong_to_the_task_that_handles_batches():
     [
         (ParquetFolder(path="/lake/orders"), "file:///lake/orders"),
         (ParquetFolder(path="/lake/{{ ds }}"), None),
-        (DeltaTable(path="s3://lake/orders"), "s3://lake/orders"),
+        (DeltaTable(path="s3://lake/orders/"), "s3://lake/orders"),
         (PostgresTable(table="sales.orders"), "x-postgres://postgres_default/sales/orders"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_sink_of_a_batcher_is_an_outlet(sink: Any, asset: str | None) -> None:
-    outlets = outlets_of(Batched(batchers={"kept": {"sink": sink}}), ["kept"])
-    assert [outlet.uri for outlet in outlets] == ["s3://lake/kept", *([asset] if asset else [])]
+    outlets = outlets_of(Committed(batchers={"default": {"sink": sink}}), ["default"])
+    assert [outlet.uri for outlet in outlets] == ([asset] if asset else [])
+
+
+@pytest.mark.parametrize("own", [[], ["orders"]])
+def test_own_outlets_replace_that_of_the_sink(own: list[str]) -> None:
+    outlets = outlets_of(Committed(batchers={"default": {"outlets": own}}), ["default"])
+    assert [outlet.name for outlet in outlets] == own
 
 
 def test_event_of_a_sink_has_counts(queue: Any, tmp_path: Any) -> None:

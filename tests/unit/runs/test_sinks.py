@@ -25,7 +25,7 @@ from airflow_broadway.core.model.sink import SinkClient, SinkEnv, SinkError, Sin
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.sinks import Commits
 from airflow_broadway.runs.tasks import BatchTask
-from airflow_broadway.sinks import DeltaTable, ParquetFolder
+from airflow_broadway.sinks import DeltaTable, ParquetFolder, PostgresTable
 from airflow_broadway.sinks.parquet import _Disk
 from airflow_broadway.staging.settling.settlement import begin_settlement
 from tests.unit.runs.steps import Point, Run, Sums, dies, note, precede
@@ -397,6 +397,37 @@ def test_batches_that_were_planned_without_a_sink_are_released_after_one_was_add
     run.ack()
 
     assert run.depth() == (22, 0, 0, 3)
+
+
+class Renamed(Folder):
+    batchers = {"other": Folder.batchers["default"]}
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return super().handle_message(processor, message, context).put_batcher("other")
+
+
+def test_nothing_is_released_after_a_batcher_with_a_sink_was_renamed(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a commit that has landed without an outcome
+    pulled = run.process()
+    dies(lambda: batch(run, pulled), Point(COMMIT, "after", 1))
+
+    # When the next run's pipeline has the batcher under another name
+    later = Run(run.folder, "manual__2", pipeline=Renamed, finished=[run.run_id], create=False)
+    later.process()
+
+    # Then its sweep leaves the dead run to the earlier pipeline
+    assert "deploy the earlier pipeline" in caplog.text
+    assert run.depth()[2] == 25
+    after_death(run)
+    assert numbers(run) == GOOD
+
+
+def test_a_ledger_is_a_part_of_where_commits_are_recorded() -> None:
+    tables = [PostgresTable(table="a.b", ledger=ledger) for ledger in ("a.one", "a.two")]
+    assert len({table.commits_uri for table in tables}) == 2
+    assert len({table.uri for table in tables}) == 1
 
 
 def test_a_failed_commit_fails_its_batch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

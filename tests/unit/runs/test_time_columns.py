@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,12 @@ import deltalake
 import pyarrow as pa
 import pytest
 
-from airflow_broadway import Batcher, BatchInfo
-from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.model.sink import SinkError
+from airflow_broadway import Batcher, BatchInfo, Interval
+from airflow_broadway.core.errors import BroadwayError, RequestRefused
+from airflow_broadway.core.model.run_source import LOG, RUN, RunSource
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.sources.choice import SourceRequest, choose_source
+from airflow_broadway.runs.tasks import UnstagedTask
 from airflow_broadway.sinks import DeltaTable
 from airflow_broadway.sinks.delta import _Client
 from tests.unit.runs.archive_steps import NINE, Minutes, World, of_minutes
@@ -77,15 +82,49 @@ def test_backfill_replaces_the_rows_of_its_interval(world: World, table: Path) -
     assert rows(table) == AFTERWARDS
 
 
-def test_backfill_of_an_interval_without_messages_removes_its_rows(
+def test_backfill_of_an_interval_that_is_not_whole_in_the_archive_is_refused(
     world: World, table: Path
 ) -> None:
-    stray = {"at": [NINE.replace(hour=12)], "minute": [180], "run": ["by hand"]}
+    # Given rows of an interval before the archive was begun
+    stray = {"at": [NINE.replace(year=2012)], "minute": [180], "run": ["by hand"]}
     deltalake.write_deltalake(table, pa.table(stray, schema=SCHEMA), mode="append")
+    kept = rows(table)
 
-    world.backfill("again", 120, 240)
+    source = of_minutes(0, 60)
+    assert source.interval is not None
+    earlier = Interval(*(time.replace(year=2012) for time in source.interval))
+    with pytest.raises(RequestRefused, match=r"not whole in the archive.*time_column"):
+        world.run("again", replace(source, interval=earlier)).process()
 
-    assert rows(table) == [(3, "live"), (7, "live"), (65, "live")]
+    assert rows(table) == kept
+
+
+def test_backfill_beside_an_unsettled_live_run_is_refused(world: World, table: Path) -> None:
+    world.minutes(8)
+    world.run("live2").process()
+    kept = rows(table)
+
+    with pytest.raises(RequestRefused, match=r"not whole in the archive.*time_column"):
+        world.run("again", of_minutes(0, 60)).process()
+
+    assert rows(table) == kept
+
+
+def test_log_of_the_broker_is_refused(world: World) -> None:
+    request = SourceRequest("manual", kind=LOG, start=NINE, end=NINE + timedelta(hours=1))
+    pipeline = world.pipeline("manual")
+    object.__setattr__(pipeline.producer, "backfills", True)
+    with pytest.raises(RequestRefused, match="a sink has a time_column"):
+        choose_source(pipeline, request)
+
+
+def test_run_in_one_task_is_refused(world: World) -> None:
+    run = world.run("again", of_minutes(0, 60))
+    task = UnstagedTask(
+        run.staged, run.pipeline, run.task("run"), run.ports, budget=Budget(), source=run.source
+    )
+    with pytest.raises(RequestRefused, match="use a task group"):
+        task.run()
 
 
 def test_cleared_backfill_replaces_its_own_rows(world: World, table: Path) -> None:
@@ -125,9 +164,25 @@ def test_paused_backfill_deletes_nothing_that_was_committed_since(
 def test_wrong_time_column_is_one_clear_error(tmp_path: Path, table: Path) -> None:
     sink = {"sink": {"path": str(table), "time_column": "when"}}
     world = World(tmp_path, Timed, batchers={"default": sink})
-    world.live(3)
+    world.forks = False
 
-    with pytest.raises(SinkError, match=r"when.*nothing was written"):
-        world.run("again", of_minutes(0, 60)).process()
+    world.minutes(3)
+    run = world.run("live")
+    run.process()
+    run.batch()
 
-    assert rows(table) == [(3, "live")]
+    assert "the time_column 'when'" in run.ack()["reasons"][0]["reason"]
+    assert rows(table) == []
+
+
+def test_past_run_is_run_again_into_a_sink_that_was_changed_since(
+    tmp_path: Path, world: World, table: Path
+) -> None:
+    # Given a settled run, and a sink that is another since
+    deltalake.DeltaTable.create(tmp_path / "new", schema=SCHEMA)
+    world.ref["options"]["batchers"] = {"default": {"sink": {"path": str(tmp_path / "new")}}}
+
+    report = world.run("again", RunSource(kind=RUN, run_id="live")).all()
+
+    assert rows(tmp_path / "new") == [(3, "again"), (7, "again"), (65, "again")]
+    assert report["totals"]["released"] == 0
