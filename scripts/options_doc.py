@@ -87,6 +87,15 @@ PIPELINE: list[tuple[str, str, str, str]] = [
         "Keeps received messages, so that [a past interval can be run again](backfills.md).",
     ),
     (
+        "dead_letter_table",
+        "a sink, such as `DeltaTable(…)`, or None",
+        "`None`",
+        (
+            "A table with [a row for each dead-lettered message]"
+            "(dead-letters.md#a-table-of-dead-letters)."
+        ),
+    ),
+    (
         "partition_by",
         "a function of one argument or None",
         "`None`",

@@ -22,7 +22,7 @@ from tests.unit.spark.session import spark_session
 SINKS: dict[str, Any] = {"delta": DeltaTable, "iceberg": IcebergTable, "postgres": PostgresTable}
 
 
-class _Connections:
+class Connections:
     def __init__(self, connection: dict[str, Any]) -> None:
         self._connection = connection
 
@@ -67,7 +67,7 @@ def iceberg(properties: Mapping[str, str], more: Mapping[str, str] = {}) -> Sink
         rows = catalog.load_table(name).scan().to_arrow()
         return [str(value) for value in rows["message_id"].to_pylist()]
 
-    env = SinkEnv(connections=_Connections({"extra": properties}))
+    env = SinkEnv(connections=Connections({"extra": properties}))
     return SinkSubject(IcebergTable(table=name, catalog="lake", conn_id="lake"), read, env)
 
 
@@ -86,7 +86,7 @@ def postgres(host: str, port: int) -> SinkSubject:
             return [row[0] for row in rows]
 
     connection = {"host": host, "port": port, "login": "airflow", "schema": "airflow"}
-    env = SinkEnv(connections=_Connections(connection))
+    env = SinkEnv(connections=Connections(connection))
     return SinkSubject(PostgresTable(table=name), read, env)
 
 
@@ -129,7 +129,7 @@ class SparkSubject(SinkSubject):
 def main(kind: str, given: dict[str, Any]) -> None:
     """Commits each id that standard input has, in another process."""
     sink = SINKS[kind](**given["options"])
-    env = SinkEnv(connections=_Connections(given["connection"]))
+    env = SinkEnv(connections=Connections(given["connection"]))
     client = SparkClient(sink, env) if given["spark"] else sink.open(env)
     print("ready", flush=True)
     for line in sys.stdin:

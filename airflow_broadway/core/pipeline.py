@@ -21,6 +21,7 @@ from airflow_broadway.core.model.pipeline_options import Archive, Batcher, Proce
 from airflow_broadway.core.model.rules import FUNCTION, SECONDS, Rule, matching, takes
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.model.run_source import Interval
+from airflow_broadway.core.model.sink import Sink
 
 if TYPE_CHECKING:
     from typing import Self
@@ -60,6 +61,8 @@ class Pipeline:
     batchers: Mapping[str, Batcher] = {}
     #: Archives received messages for backfills; ``None`` archives nothing.
     archive: Archive | None = None
+    #: A sink with a row for each dead-lettered message; ``None`` for none.
+    dead_letter_table: Sink | None = None
     #: The default ``partition_by`` of processors and batchers.
     partition_by: Any = None
     #: The ``context`` of every callback: any JSON value; :meth:`setup` may return another.
@@ -74,6 +77,7 @@ class Pipeline:
         "archive",
         "batchers",
         "context",
+        "dead_letter_table",
         "name",
         "partition_by",
         "processors",
@@ -231,6 +235,7 @@ class Pipeline:
         self.processors = self._processors(own.get("processors"), rendered)
         self.batchers = self._batchers(own.get("batchers"), rendered)
         self.archive = self._archive(own, rendered)
+        self.dead_letter_table = self._table(own, rendered)
         if not prepare:
             return
         changed: Any = self.producer.prepare_for_start(self)
@@ -283,6 +288,16 @@ class Pipeline:
             archive: Archive = build(Archive, own, "archive", rendered=rendered)
             return archive
         return _merge(Archive, "archive", "Archive(…) or None", declared, own, rendered)
+
+    def _table(self, overrides: Mapping[str, Any], rendered: bool) -> Sink | None:
+        declared = type(self).dead_letter_table
+        own = overrides.get("dead_letter_table", declared)
+        rule = "a sink, such as DeltaTable(…), or None"
+        if own is None:
+            return None
+        abstract: Any = Sink
+        table: Sink = _merge(abstract, "dead_letter_table", rule, declared, own, rendered)
+        return table
 
     def _batchers(self, overrides: Any, rendered: bool) -> dict[str, Batcher]:
         declared = type(self).batchers

@@ -24,17 +24,18 @@ __all__ = ["BroadwayRunOperator"]
 
 
 def check_unstaged(pipeline: Pipeline) -> None:
-    """Refuses a pipeline with an archive: this operator stages no messages.
+    """Refuses a pipeline with an archive or a dead-letter table: this operator stages no messages.
 
-    :raises OptionsError: If the pipeline has an archive.
+    :raises OptionsError: If the pipeline has one of them.
     """
-    if pipeline.archive is not None:
-        raise OptionsError(
-            "archive",
-            "None with BroadwayRunOperator, which stages nothing that could be archived; with"
-            " task_group() the pipeline can have one",
-            pipeline.archive,
-        )
+    for name, use in (("archive", "be archived"), ("dead_letter_table", "become its rows")):
+        if getattr(pipeline, name) is not None:
+            raise OptionsError(
+                name,
+                f"None with BroadwayRunOperator, which stages nothing that could {use}; with"
+                " task_group() the pipeline can have one",
+                getattr(pipeline, name),
+            )
 
 
 class BroadwayRunOperator(PullOperator):

@@ -48,6 +48,7 @@ from airflow_broadway.runs.ports import Ports, open_generation
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sources.pipelines import prepare_sink
 from airflow_broadway.staging.archive.writer import ArchiveWriter, NoArchive
+from airflow_broadway.staging.received import ReceivedWriter
 from airflow_broadway.staging.run_folder import PUBLISHED, GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name
 from airflow_broadway.staging.writer import ProcessWriter
@@ -136,6 +137,7 @@ class Process:
             self._renewer() as renewer,
             ProcessWriter(self.staged, self.env.generation, self.pipeline) as writer,
             self._archive_writer() as archive,
+            self._received_writer() as self._received,
         ):
             if not self.pipeline.batchers:
                 prepare_sink(self.staged, self.pipeline, self.env)
@@ -158,6 +160,12 @@ class Process:
             return NoArchive()
         stem = f"{self.env.generation}/archive"
         return ArchiveWriter(self.staged.files, stem, pipeline.producer, pipeline.archive)
+
+    def _received_writer(self) -> ReceivedWriter:
+        """Returns the writer of messages as received, for the dead-letter table if there is one."""
+        wanted = self.pipeline.dead_letter_table is not None
+        stem = f"{self.env.generation}/received"
+        return ReceivedWriter(self.staged.files, stem, self.pipeline.producer, wanted=wanted)
 
     def _renewer(self) -> LeaseRenewer:
         producer, source = self.pipeline.producer, self._source
@@ -254,10 +262,13 @@ class Process:
 
     def _open_receiving(self, stager: ChunkStager, archive: ArchiveWriter | NoArchive) -> Receiving:
         producer = self.pipeline.producer
-        acknowledger = RunAcknowledger(producer, stager)
+        # A dead letter's row is committed with the settlement, so none precedes it.
+        defers = self.pipeline.dead_letter_table is not None
+        acknowledger = RunAcknowledger(producer, stager, defers=defers)
 
         def accept(messages: Sequence[Message]) -> list[Message]:
             archive.add(messages)
+            self._received.add(messages)
             acked, released, others = self._applied.sort(messages)
             stager.acknowledge(acked)
             stager.release(released)
@@ -308,6 +319,7 @@ class Process:
             settled_now=stager.settled_now.to_json(),
             **asdict(written),
             archived=archive.close(),
+            received_files=self._received.close(),
             stopped=receiving.ended or self._stop.reason(),
             started_at=self._started.isoformat(),
             ended_at=self.env.clock.now().isoformat(),
@@ -335,7 +347,14 @@ class Process:
 
     def _settle(self, record: GenerationRecord, manifest: Manifest) -> None:
         record = replace(record, state=PUBLISHED)
-        settled = settle(self.staged, record, self.pipeline, lambda: self._custodian, batchers=())
+        settled = settle(
+            self.staged,
+            record,
+            self.pipeline,
+            lambda: self._custodian,
+            batchers=(),
+            connections=self.ports.connections,
+        )
         report = settled.report
         log.info("%s", settled_line(report))
         for error in report.errors:

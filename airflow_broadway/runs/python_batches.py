@@ -261,7 +261,8 @@ class _BatchSink:
             pipeline, plan.batcher, index=index, ack=ack_messages_or_raise, commit=self._commit
         )
         self._commits = Commits(pipeline, plan.batcher, batches.ports.connections)
-        self._acknowledger = RunAcknowledger(pipeline.producer, self)
+        defers = pipeline.dead_letter_table is not None
+        self._acknowledger = RunAcknowledger(pipeline.producer, self, defers=defers)
         self._generations = plan.generations
         self._has_sink = pipeline.batchers[plan.batcher].sink is not None
 

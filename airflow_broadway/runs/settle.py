@@ -20,6 +20,7 @@ from airflow_broadway.core.formats.layout import read_json
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.runs.dead_letter_table import commit_rows_of, fix_decision
 from airflow_broadway.runs.sinks import resolve, rule_out_deletion, sink_batchers
 from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.applied import claims_of, note_applied
@@ -28,7 +29,7 @@ from airflow_broadway.staging.crash_records import record_crash
 from airflow_broadway.staging.isolation import in_hand_at_interruptions
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import OPENED, SETTLING, GenerationRecord, StagedRun
-from airflow_broadway.staging.settling.journal import Progress
+from airflow_broadway.staging.settling.journal import Progress, settled_journal
 from airflow_broadway.staging.settling.settlement import (
     applied_messages,
     begin_settlement,
@@ -91,14 +92,16 @@ def settle(
 
     def decide() -> tuple[Settlement, bool, Progress, list[BatchPlan]]:
         plans = recorded.deciding(names, record.generation)
-        only = sinks if void else None
         settlement = build_settlement(
             run, record.generation, served, plans, final=not void, only=only, recorded=recorded
         )
         return *settlement, plans
 
+    only = None
+
     try:
         sinks = _batchers_with_sink(pipeline, names, recorded)
+        only = sinks if void else None
         _check_removed_batchers(run, record, pipeline, recorded)
         settlement, complete, progress, plans = decide()
         if sinks and not complete:
@@ -120,6 +123,9 @@ def settle(
     if settlement.expected is None and not settlement.damaged and not own:
         _record_crash(run, record)
     index = _indexer(run, record, served, plans, sinks, recorded)
+    settlement = _with_rows(
+        run, record, served, settlement, names, only, connections=connections, recorded=recorded
+    )
     return _carry_out(run, record, custodian, settlement, progress, index)
 
 
@@ -135,6 +141,49 @@ def _check_removed_batchers(
         for plan in recorded.plans(name):
             if plan.sink is not None and record.generation in plan.generations:
                 plan.check_sink(None)
+
+
+def _with_rows(
+    run: StagedRun,
+    record: GenerationRecord,
+    pipeline: Pipeline,
+    settlement: Settlement,
+    batchers: Iterable[str],
+    only: Collection[str] | None,
+    *,
+    connections: Connections | None,
+    recorded: Recorded,
+) -> Settlement:
+    """Commits the rows of a settlement's dead letters; returns the settlement that they belong to.
+
+    That is another one if a settlement begun before knew other outcomes.
+
+    :param only: As for :func:`build_settlement`.
+    :raises SinkError: If the table cannot be written; the generation remains unsettled.
+    """
+    if pipeline.dead_letter_table is None or next(settlement.dead_letters(), None) is None:
+        return settlement
+    begun = begin_settlement(run, record, settlement)
+    if not begun and settled_journal(run, record.generation) is not None:
+        return settlement
+    decision = fix_decision(run, record, settlement, only)
+    if not decision.own:
+        recorded.forget_outcomes()
+        plans = recorded.deciding(batchers, record.generation)
+        settlement, _, _ = build_settlement(
+            run,
+            record.generation,
+            pipeline,
+            plans,
+            final=False,
+            only=decision.only,
+            recorded=recorded,
+            batches=decision.batches,
+        )
+    letters = settlement.dead_letters()
+    resolver = connections or NoConnections()
+    commit_rows_of(run, record, pipeline, letters, decision.at, resolver)
+    return settlement
 
 
 def _batchers_with_sink(
@@ -223,6 +272,16 @@ def settle_if_complete(
     if not complete:
         return None
     index = _indexer(run, record, served, plans, sink_batchers(pipeline), recorded)
+    settlement = _with_rows(
+        run,
+        record,
+        served,
+        settlement,
+        pipeline.batchers,
+        None,
+        connections=connections,
+        recorded=recorded,
+    )
     return _carry_out(run, record, custodian, settlement, progress, index)
 
 

@@ -33,6 +33,7 @@ from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.runs.account import keep_report
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.reports import report_backlog
+from airflow_broadway.runs.dead_letter_table import check_table
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.poison.child_process import ChildProcess
@@ -136,6 +137,7 @@ class ProcessTask(PullTask):
 
         :raises BroadwayError: If the broker or staging fails; all received messages were released.
         """
+        check_table(self.staged, self.pipeline, self.ports.connections)
         sweep(self.staged, self.pipeline, self.task, self.ports, self.source)
         remove_old_runs(self.staged, self.pipeline)
         move_letters(self.served, self.env)

@@ -173,6 +173,7 @@ class _Disk:
         return sorted(os.path.relpath(file, top) for file in files)
 
     def sync(self, folder: str) -> None:
+        os.makedirs(self.path_of(folder), exist_ok=True)  # there is none without rows
         for at, _, names in _walk(self.path_of(folder)):
             for name in names:
                 handle = os.open(os.path.join(at, name), os.O_RDONLY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from airflow_broadway.core.custody.producer import Producer
@@ -35,11 +35,13 @@ class RunAcknowledger:
 
     :param producer: Decides by the message's ack configuration, its attempt and the retry policy.
     :param sink: Keeps verdicts until they are carried out.
+    :param defers: Whether no message is dead-lettered immediately.
     """
 
-    def __init__(self, producer: Producer, sink: AckSink) -> None:
+    def __init__(self, producer: Producer, sink: AckSink, *, defers: bool = False) -> None:
         self._producer = producer
         self._sink = sink
+        self._defers = defers
         self._lock = threading.Lock()
         # The verdict on nearly every message, so that the producer need not be called for each.
         self._plain = ACK if producer.actions[producer.on_success] is Action.ACK else None
@@ -67,18 +69,31 @@ class RunAcknowledger:
 
     def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
         """Records the verdicts on one stage's messages."""
-        self._pass_verdicts(self._sink.record, successful, failed)
+        good, bad = self._judge(successful, failed)
+        with self._lock:
+            self._sink.record(current_stage(), good, bad)
 
-    def ack_now(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
-        """Carries the verdicts out before returning."""
-        self._pass_verdicts(self._sink.settle_now, successful, failed)
+    def ack_now(
+        self, ack_ref: Any, successful: list[Message], failed: list[Message]
+    ) -> frozenset[str]:
+        """Carries the verdicts out before returning.
 
-    def _pass_verdicts(
-        self,
-        take: Callable[[str, list[Judged], list[Judged]], None],
-        successful: list[Message],
-        failed: list[Message],
-    ) -> None:
+        :returns: The ids of dead letters, which are left to the end of the stage if ``defers``.
+        """
+        good, bad = self._judge(successful, failed)
+        left = frozenset[str]()
+        if self._defers:
+            dead = self._producer.is_dead_letter
+            left = frozenset(m.message_id for m, verdict in (*good, *bad) if dead(verdict))
+            good, bad = ([j for j in part if j[0].message_id not in left] for part in (good, bad))
+        if good or bad:
+            with self._lock:
+                self._sink.settle_now(current_stage(), good, bad)
+        return left
+
+    def _judge(
+        self, successful: list[Message], failed: list[Message]
+    ) -> tuple[list[Judged], list[Judged]]:
         stage, verdict = current_stage(), self._producer.verdict
         good: list[Judged] = []
         for message in successful:
@@ -87,6 +102,4 @@ class RunAcknowledger:
                 good.append((message, self._plain))
             else:
                 good.append((message, verdict(message, failed=False, stage=stage)))
-        bad = [(message, verdict(message, failed=True, stage=stage)) for message in failed]
-        with self._lock:
-            take(stage, good, bad)
+        return good, [(message, verdict(message, failed=True, stage=stage)) for message in failed]

@@ -341,7 +341,13 @@ class Producer(Options):
             stage,
             message.message_id,
         )
-        return self.judge(tuple.__new__(Facts, facts))  # half the cost of calling the class
+        verdict = self.judge(tuple.__new__(Facts, facts))  # half the cost of calling the class
+        exception = message.status.exception if failed else ""
+        return verdict._replace(exception=exception) if exception else verdict
+
+    def is_dead_letter(self, verdict: Verdict) -> bool:
+        """Returns whether a verdict dead-letters its message."""
+        return verdict.action is Action.DEAD_LETTER
 
     def judge(self, facts: Facts) -> Verdict:
         """Returns the verdict by plain facts; the only decision, at every stage and in every task.

@@ -95,6 +95,10 @@ class Entry(NamedTuple):
     properties: str | None = None
 
 
+#: A message that is dead-lettered, and its batcher and batch id; empty before any batch.
+DeadLettered = tuple[Entry, str, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
     """The verdicts on all messages that a lease holds.
@@ -112,6 +116,8 @@ class Settlement:
         that isolates poison messages counts one death for each.
     :param damaged: Whether a published manifest cannot be read any more: all messages are released,
         and no death is counted.
+    :param dead_letters: The messages that are dead-lettered, streamed, for the dead-letter table.
+    :param batches: The ids of the batches whose outcomes count.
     """
 
     rest: Verdict
@@ -121,6 +127,8 @@ class Settlement:
     settled_now: SettleReport | None = None
     died: frozenset[str] = frozenset()
     damaged: bool = False
+    dead_letters: Callable[[], Iterator[DeadLettered]] = lambda: iter(())
+    batches: tuple[str, ...] = ()
 
 
 class QueueDepth(NamedTuple):

@@ -36,12 +36,14 @@ class Verdict(NamedTuple):
     :param delay: Seconds until a retry may be redelivered; at least 0.
     :param reason: The failure's reason; cut at :data:`MAX_REASON` bytes where it is stored.
     :param stage: The failed stage: ``"process"``, ``"batch"`` or ``"secure"``.
+    :param exception: The type of the exception that failed the message, if any.
     """
 
     action: Action
     delay: float = 0.0
     reason: str = ""
     stage: str = ""
+    exception: str = ""
 
 
 ACK = Verdict(Action.ACK)

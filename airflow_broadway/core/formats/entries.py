@@ -28,7 +28,7 @@ def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False
     # Formatted by hand: there may be a line per message, and creating an encoder for each would
     # dominate the cost.
     message_id, receipt, verdict, attempt, payload, properties = entry
-    action, delay, reason, stage = verdict
+    action, delay, reason, stage, exception = verdict
     line = f'{{"id":{_quoted(message_id)},"action":"{action.value}","attempt":{attempt}'
     if receipt:
         line += f',"receipt":{_quoted(receipt)}'
@@ -38,6 +38,8 @@ def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False
         line += f',"reason":{_quoted(cut(reason, MAX_REASON))}'
     if stage:
         line += f',"stage":{_quoted(stage)}'
+    if exception:
+        line += f',"exception":{_quoted(exception)}'
     if payload is not None and not settled:
         line += f',"payload":"{base64.b64encode(payload).decode("ascii")}"'
     if properties is not None and not settled:
@@ -64,6 +66,7 @@ def load_line(line: str) -> EntryLine:
         value.get("delay", 0.0),
         value.get("reason", ""),
         value.get("stage", ""),
+        value.get("exception", ""),
     )
     entry = Entry(
         value["id"],

@@ -7,11 +7,13 @@ All files of one run are in one folder, ``<root>/<pipeline>/<dag_id>/<encoded ru
         messages/<batcher>/*.parquet    messages staged for a batcher
         failed-*.jsonl                  entries of messages that are routed to no batcher
         archive/*.parquet               messages as received, for the archive
+        received-*.parquet              messages as received, for the dead-letter table
         manifest.json                   created once, last: it makes the execution valid
         live.json                       progress of a running task, for display
         lease.json                      the lease as last renewed
         in-hand.json                    ids of the messages that a child process is handling
         journal-intent.json             settling has begun (exclusive)
+        journal-letters.json            the decision on the dead-letter table's rows (exclusive)
         journal-settled.json            settling is done: its report (exclusive)
     batches/<batcher>/<inputs>/<try>/
         data-*.parquet                  messages in batch order, with a ``batch`` column

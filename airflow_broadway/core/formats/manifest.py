@@ -58,6 +58,7 @@ class Manifest(Staged, SealedFile):
     :param stopped: Why receiving ended: ``"empty"``, ``"max_messages"``, ``"max_bytes"``,
         ``"max_seconds"``, ``"rate_limiting"``, ``"error"``, or the reason of a stop request.
     :param archived: Its files for the archive, which are archived on settlement.
+    :param received_files: Files with all messages as received, for the dead-letter table.
     :param seconds: Seconds of receiving (``receive``) and in total (``total``), and the longest
         time that a message had waited at its broker (``waited``), if known.
     """
@@ -75,6 +76,7 @@ class Manifest(Staged, SealedFile):
     ended_at: str
     seconds: dict[str, float] = field(default_factory=dict)
     archived: Sequence[Sequence[Any]] = ()
+    received_files: list[str] = field(default_factory=list)
     already_applied: int = 0
     duplicates: int = 0
     without_identity: int = 0

@@ -33,6 +33,10 @@ def intent(generation: str) -> str:
     return f"{generation}/journal-intent.json"
 
 
+def dead_letters(generation: str) -> str:
+    return f"{generation}/journal-letters.json"
+
+
 def settled(generation: str) -> str:
     return f"{generation}/journal-settled.json"
 

@@ -296,7 +296,14 @@ class LocalRun:
         """Handles messages of the producer's source within ``budget``; see :func:`run_local`.
 
         :param on_lease: Called with the lease before the first receive.
+        :raises PipelineError: If the pipeline has a dead-letter table.
         """
+        if self._pipeline.dead_letter_table is not None:
+            raise PipelineError(
+                f"{self._pipeline.name!r} has a dead_letter_table, whose rows need staged messages,"
+                " which a run in one process does not have: run the pipeline's task group, or"
+                " override it with dead_letter_table=None"
+            )
         env = replace(self._env, stopping=lambda: bool(self._stop.reason()))
         with (
             log_ids(generation=env.generation),

@@ -194,7 +194,8 @@ def ack_immediately(messages: Iterable[M]) -> list[M]:
     An acknowledger's exception propagates to the calling callback; its messages (with those of
     later groups) then fail and are settled at the end of the stage.
 
-    :returns: The messages, with an acknowledger that settles nothing.
+    :returns: The messages, with an acknowledger that settles nothing; those that the acknowledger
+        leaves to the end of the stage, as they are.
     :raises ValueError: If there is none.
     """
     batch = list(messages)
@@ -204,10 +205,20 @@ def ack_immediately(messages: Iterable[M]) -> list[M]:
     scope = _scope.get()
     good = [message for message in distinct if message.ok]
     bad = [message for message in distinct if not message.ok]
+    left: set[tuple[int, Any, str]] = set()
     for acknowledger, ref, successful, failed in _group_messages(good, bad):
         ack_now = getattr(acknowledger, "ack_now", None) or acknowledger.ack
-        ack_now(ref, successful, failed)
+        ids = deferred_by(ack_now(ref, successful, failed))
+        done = [message for message in (*successful, *failed) if message.message_id not in ids]
+        left.update(_identity(m) for m in (*successful, *failed) if m.message_id in ids)
         if scope is not None:
-            scope.remember(successful)
-            scope.remember(failed)
-    return [cast("M", message.with_acknowledger(NO_ACK)) for message in batch]
+            scope.remember(done)
+    return [
+        message if _identity(message) in left else cast("M", message.with_acknowledger(NO_ACK))
+        for message in batch
+    ]
+
+
+def deferred_by(result: object) -> frozenset[str]:
+    """Returns the ids of messages that ``ack_now`` left to the end of the stage, by its result."""
+    return result if isinstance(result, frozenset) else frozenset()

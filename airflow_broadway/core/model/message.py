@@ -57,6 +57,17 @@ class Status(NamedTuple):
         return Status, (self.kind, self.reason, self.stacktrace)
 
     @property
+    def exception(self) -> str:
+        """The name of the exception's type; empty if the user failed the message."""
+        kind, reason, _ = self
+        if kind == "exit":
+            return "SystemExit"
+        if isinstance(reason, BaseException):
+            return type(reason).__name__
+        # Of another process, with an exception that could not be pickled.
+        return str(reason).partition(":")[0] if kind == "error" else ""
+
+    @property
     def text(self) -> str:
         """The reason as text: an exception with its type, an exit with its code.  Never raises, and
         is valid UTF-8: a lone surrogate is written as its escape.  Secrets in addresses are masked.

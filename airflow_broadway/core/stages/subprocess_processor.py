@@ -23,7 +23,13 @@ from typing import Any, Final
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.log_context import ids_now
-from airflow_broadway.core.model.acks import NO_ACK, Scope, ack_messages, is_settled
+from airflow_broadway.core.model.acks import (
+    NO_ACK,
+    Scope,
+    ack_messages,
+    deferred_by,
+    is_settled,
+)
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import make_ref
@@ -242,7 +248,8 @@ class SubprocessProcessor:
                 return "raise", portable_error(error)
         if method in ("ack", "ack_now"):
             _, successful, failed = arguments
-            self._settled.update(message.message_id for message in (*successful, *failed))
+            ids = {message.message_id for message in (*successful, *failed)}
+            self._settled |= ids - deferred_by(result)
         return "ok", result
 
     def _answer_for_host(self, request: Any) -> tuple[str, Any]:

@@ -212,7 +212,7 @@ def _batch_fields(run: StagedRun, batcher: str, generation: str, message_id: str
 
 
 def _verdict_fields(line: EntryLine) -> dict[str, str | None]:
-    action, delay, reason, _ = line.entry.verdict
+    action, delay, reason, *_ = line.entry.verdict
     text = f"{action.value} in {delay:g} s" if delay else action.value
     verdict = f"{text} (immediately)" if line.settled else text
     return {"verdict": verdict, "reason": reason or None}

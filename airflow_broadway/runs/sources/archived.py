@@ -94,6 +94,10 @@ class PastProducer:
         """Returns ``False``: there is no broker to publish to."""
         return False
 
+    def is_dead_letter(self, verdict: Verdict) -> bool:
+        """Returns whether a verdict is that of a failed message: none is retried."""
+        return _outcome_class(verdict) == CLASS_OF[Action.DEAD_LETTER]
+
     def group_of(self, message: Message) -> None:
         """Returns ``None``: without redelivery no message blocks others of its group."""
 

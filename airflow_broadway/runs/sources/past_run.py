@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
@@ -213,12 +214,26 @@ class PastRun:
             stopped="empty",
             started_at=started.isoformat(),
             ended_at=self.env.clock.now().isoformat(),
+            received_files=self._copy_received(chosen),
         )
         self.staged.put_lease(lease)
         self.staged.publish(manifest)
         past = self.pipeline.run.source.run_id
         log.info("%s of run %s will be replayed.", many(len(chosen), "batch"), past)
         return manifest.reference()
+
+    def _copy_received(self, chosen: Sequence[StagedBatch]) -> list[str]:
+        """Copies the past run's files of received messages, as far as they exist."""
+        names = dict.fromkeys(name for batch in chosen for name in batch.plan.generations)
+        wanted = names if self.pipeline.dead_letter_table is not None else ()
+        manifests = filter(None, map(self._past.manifest, wanted))
+        copies = []
+        for number, path in enumerate(p for m in manifests for p in m.received_files):
+            copy = f"{self.env.generation}/received-{number:05d}.parquet"
+            with suppress(FileNotFoundError):
+                self._past.files.copy(path, self.staged.files, copy)
+                copies.append(copy)
+        return copies
 
     # -- plans ---------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.custody.protocol import Entry
+from airflow_broadway.core.custody.protocol import DeadLettered, Entry
 from airflow_broadway.core.custody.report import CLASS_OF, SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.errors import StagingDamaged
@@ -33,6 +33,7 @@ class _Exceptions(NamedTuple):
     """
 
     batcher: str
+    batch_id: str
     path: str
     sum: Mapping[str, Any] | None
     source: int
@@ -56,16 +57,23 @@ class HeldMessages:
     Memory holds at most the ids of exceptions.
 
     :param plans: The plans that decide about the generation, at most one per batcher.
+    :param batches: The batches whose outcomes count; default: all that have one.
     :raises StagingDamaged: If a file with verdicts is damaged, or counts do not agree.
     """
 
     def __init__(
-        self, recorded: Recorded, manifest: Manifest, producer: Producer, plans: list[BatchPlan]
+        self,
+        recorded: Recorded,
+        manifest: Manifest,
+        producer: Producer,
+        plans: list[BatchPlan],
+        batches: Collection[str] | None = None,
     ) -> None:
         self._recorded = recorded
         self._run = recorded.run
         self._manifest = manifest
         self._producer = producer
+        self._counted = batches
         #: Whether every success without an entry is simply acked.
         self.plain = producer.actions[producer.on_success] is Action.ACK and not manifest.configured
         self._exceptions: list[_Exceptions] = []
@@ -83,7 +91,7 @@ class HeldMessages:
                 if count and name not in by_batcher
             ),
         )
-        for plan in by_batcher.values():
+        for plan in sorted(by_batcher.values(), key=lambda plan: plan.path):
             self._read(plan)
         self._verify()
         in_processors = SettleReport.from_json(manifest.settled_now)
@@ -122,12 +130,19 @@ class HeldMessages:
             progress.batches += 1
             if outcome is None:
                 continue
+            if self._counted is not None and planned.batch_id not in self._counted:
+                continue
             decided.batches.append(planned)
             if outcome.exceptions is not None:
                 shared = len(planned.sources) > 1
                 self._exceptions.append(
                     _Exceptions(
-                        plan.batcher, outcome.exceptions, outcome.entries_sum, source, shared
+                        plan.batcher,
+                        planned.batch_id,
+                        outcome.exceptions,
+                        outcome.entries_sum,
+                        source,
+                        shared,
                     )
                 )
         progress.recorded += len(decided.batches)
@@ -142,7 +157,13 @@ class HeldMessages:
             yield from self._recorded.entries(path, self._manifest.sums.get(path))
 
     def _batch_entries(self, batchers: Collection[str] | None = None) -> Iterator[EntryLine]:
-        """Yields the entries of batches, of this generation only.
+        """Yields the entries of batches, of this generation only; see :meth:`_batch_lines`."""
+        return (line for _, line in self._batch_lines(batchers))
+
+    def _batch_lines(
+        self, batchers: Collection[str] | None = None
+    ) -> Iterator[tuple[_Exceptions, EntryLine]]:
+        """Yields the entries of batches with their location, of this generation only.
 
         :param batchers: Default: all.
         :raises StagingDamaged: If an entry of a batch of several generations does not name its own.
@@ -157,7 +178,7 @@ class HeldMessages:
                         f" {line.entry.message_id!r} names no generation"
                     )
                 if line.source in (None, exceptions.source):
-                    yield line
+                    yield exceptions, line
 
     def _settled_in_batches(self) -> SettleReport:
         counts: Counter[str] = Counter()
@@ -195,7 +216,32 @@ class HeldMessages:
         if all_rows:
             for decided in self._decided:
                 if batchers is None or decided.plan.batcher in batchers:
-                    yield from self._successes(decided, exceptions)
+                    yield from (entry for _, entry in self._successes(decided, exceptions))
+
+    @property
+    def batches(self) -> tuple[str, ...]:
+        """The ids of the batches whose outcomes count."""
+        return tuple(b.batch_id for decided in self._decided for b in decided.batches)
+
+    def dead_letters(self, batchers: Collection[str] | None = None) -> Iterator[DeadLettered]:
+        """Yields the messages that are dead-lettered.
+
+        :param batchers: Only messages in their batches; default: all messages.
+        """
+        is_dead_letter = self._producer.is_dead_letter
+        for line in self._process_entries() if batchers is None else ():
+            if is_dead_letter(line.entry.verdict):
+                yield line.entry, "", ""
+        exceptions: set[str] = set()
+        for file, line in self._batch_lines(batchers):
+            exceptions.add(line.entry.message_id)
+            if is_dead_letter(line.entry.verdict):
+                yield line.entry, file.batcher, file.batch_id
+        for decided in () if self.plain else self._decided:
+            if batchers is None or decided.plan.batcher in batchers:
+                for batch_id, entry in self._successes(decided, exceptions):
+                    if is_dead_letter(entry.verdict):
+                        yield entry, decided.plan.batcher, batch_id
 
     def everything(self, rest: Verdict) -> Iterator[Entry]:
         """Yields all messages that were not settled immediately.
@@ -234,11 +280,11 @@ class HeldMessages:
                     f" of generation {self._manifest.generation} hold {count}"
                 )
 
-    def _successes(self, decided: _Decided, exceptions: set[str]) -> Iterator[Entry]:
-        """Yields the messages of decided batches without an entry, each with its verdict."""
+    def _successes(self, decided: _Decided, exceptions: set[str]) -> Iterator[tuple[str, Entry]]:
+        """Yields the messages of decided batches without an entry, each with its batch's id."""
         producer = self._producer
         columns = ["message_id", "attempt", "redelivered", "_receipt", "_on_success", "_acked"]
-        for row in self._rows_in(decided, [*columns, *self._payload_columns()]):
+        for batch_id, row in self._rows_in(decided, [*columns, *self._payload_columns()]):
             if row["_acked"] or row["message_id"] in exceptions:
                 continue
             facts = Facts(
@@ -248,20 +294,22 @@ class HeldMessages:
                 stage="batch",
                 message_id=row["message_id"],
             )
-            yield _entry(row, producer.judge(facts))
+            yield batch_id, _entry(row, producer.judge(facts))
 
-    def _rows_in(self, decided: _Decided, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Yields the rows of the generation in batches.
+    def _rows_in(
+        self, decided: _Decided, columns: Sequence[str]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields the rows of the generation in batches, each with its batch's id.
 
         :raises StagingDamaged: At the end, if their number differs from the plan.
         """
         plan, generation = decided.plan, self._manifest.generation
         columns = ["batch", "source", "position", *columns]
         count = 0
-        for _, row in rows_of(self._run, plan, decided.batches, columns):
+        for batch, row in rows_of(self._run, plan, decided.batches, columns):
             if row["source"] == decided.source:
                 count += 1
-                yield row
+                yield batch.batch_id, row
         expected = sum(batch.sources[generation] for batch in decided.batches)
         if count != expected:
             raise StagingDamaged(

@@ -42,6 +42,7 @@ def build_settlement(
     final: bool,
     only: Collection[str] | None = None,
     recorded: Recorded | None = None,
+    batches: Collection[str] | None = None,
 ) -> tuple[Settlement, bool, Progress]:
     """Decides the verdict of each message of one generation by the recorded outcomes.
 
@@ -49,6 +50,7 @@ def build_settlement(
     :param final: Whether no more outcomes can follow; missing ones are then logged.
     :param only: Batchers whose outcomes count; everything else is released.  ``None``: all count.
     :param recorded: A reader of the run, to avoid reading files twice.
+    :param batches: The batches whose outcomes count; default: all that have one.
     :returns: The settlement; whether every message has an outcome (otherwise the settlement
         releases those without); and the counts.
     :raises StagingDamaged: If a file with verdicts is damaged, or counts do not agree.
@@ -56,7 +58,8 @@ def build_settlement(
     manifest = run.manifest(generation)
     if manifest is None:
         return Settlement(rest=RELEASE, settled_now=SettleReport()), False, Progress()
-    state = HeldMessages(recorded or Recorded(run), manifest, pipeline.producer, list(plans or ()))
+    recorded = recorded or Recorded(run)
+    state = HeldMessages(recorded, manifest, pipeline.producer, list(plans or ()), batches)
     progress = state.progress
     complete = progress.decided == progress.staged
     if final and not complete:
@@ -74,6 +77,8 @@ def build_settlement(
                 entries=lambda: state.entries_of_batches(only),
                 expected=manifest.received - progress.settled_now.total,
                 settled_now=progress.settled_now,
+                dead_letters=lambda: state.dead_letters(only),
+                batches=state.batches,
             ),
             complete,
             progress,
@@ -85,6 +90,8 @@ def build_settlement(
         everything=lambda: state.everything(rest),
         expected=manifest.received - progress.settled_now.total,
         settled_now=progress.settled_now,
+        dead_letters=state.dead_letters,
+        batches=state.batches,
     )
     return settlement, complete, progress
 

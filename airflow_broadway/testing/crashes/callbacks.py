@@ -83,10 +83,10 @@ class Callbacks:
         return handle_batch
 
     def _acking_now(self, do: Any) -> Any:
-        def ack_now(acknowledger: Any, ref: Any, successful: Any, failed: Any) -> None:
+        def ack_now(acknowledger: Any, ref: Any, successful: Any, failed: Any) -> Any:
             # At most once: the broker need not redeliver them from here on.
             self._record("ack_immediately", "", successful, None)
-            do(acknowledger, ref, successful, failed)
+            return do(acknowledger, ref, successful, failed)
 
         return ack_now
 

@@ -18,6 +18,7 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -358,7 +359,7 @@ def deadly(point: Point, by: int = signal.SIGKILL) -> Any:
 def precede(
     monkeypatch: pytest.MonkeyPatch,
     step: Callable[..., object],
-    owner: type,
+    owner: type | ModuleType,
     name: str,
     *,
     once: bool = False,
