@@ -9,15 +9,15 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 655,
     "cli/": 1_225,
-    "core/": 8_545,
+    "core/": 8_610,
     "hooks/": 80,
     "operators/": 705,
     "plugin/": 1_900,
-    "runs/": 5_335,
+    "runs/": 5_595,
     "sensors/": 355,
     "sinks/": 1_130,
     "spark/": 1_705,
-    "staging/": 4_245,
+    "staging/": 4_345,
     "submit/": 500,
     "testing/": 3_765,
     "triggers/": 170,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_055,
     "producers/*.py": 50,
-    "package": 43_620,
-    "tests and scripts": 67_545,
+    "package": 44_075,
+    "tests and scripts": 67_915,
 }
 
 MODULE = '''"""A module.
