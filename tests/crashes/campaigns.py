@@ -19,10 +19,11 @@ from airflow_broadway.testing.crashes.points import Fault, Strike
 from airflow_broadway.testing.crashes.spark import uses_spark, warm_spark
 from airflow_broadway.testing.crashes.subject import Subject
 from tests.crashes.checks import check_archive, check_order
-from tests.crashes.pipelines import PIPELINES, Commits, CommitsToPostgres, Struck
+from tests.crashes.pipelines import PIPELINES, Commits, CommitsToIceberg, CommitsToPostgres, Struck
 from tests.crashes.subjects import SUBJECTS, MakeSubject
 from tests.crashes.subjects_sinks import has_postgresql, postgresql
 
+NEED_POSTGRESQL = (CommitsToIceberg, CommitsToPostgres)
 MESSAGES = [b"%d" % number for number in range(12)]
 
 #: A case on Spark takes seconds.  So only its own tasks are struck, and those of the batcher next
@@ -87,7 +88,7 @@ def pipelines_of(broker: str) -> list[str]:
         name
         for name, each in PIPELINES.items()
         if (spark or not uses_spark(each))
-        and not (each is CommitsToPostgres and not has_postgresql())
+        and not (each in NEED_POSTGRESQL and not has_postgresql())
         and not (batches and _has_no_batches(each))
         and name != "refills"
     ]
@@ -104,6 +105,7 @@ _EMBEDDED = {
     "no batchers": (0.055, 10),
     "commits": (0.05, 20),
     "commits to delta": (0.05, 20),
+    "commits to iceberg": (0.02, 10),
     "commits to postgres": (0.05, 20),
 }
 
@@ -143,7 +145,7 @@ def campaigns(
         and broker != "sqlite"
         and not any(plan.restarts for plan in plans)
     )
-    tables = any(PIPELINES[plan.pipeline] is CommitsToPostgres for plan in plans)
+    tables = any(PIPELINES[plan.pipeline] in NEED_POSTGRESQL for plan in plans)
     with SUBJECTS[broker]() as make, postgresql() if tables else nullcontext():
         strike = partial(_struck, make, jobs=1 if beside else jobs, seed=seed, only=only)
         if not beside:

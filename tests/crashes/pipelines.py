@@ -25,10 +25,10 @@ from airflow_broadway import (
     Rows,
 )
 from airflow_broadway.producers.sqlite import SqliteProducer
-from airflow_broadway.sinks import DeltaTable, ParquetFolder, PostgresTable
+from airflow_broadway.sinks import DeltaTable, IcebergTable, ParquetFolder, PostgresTable
 from airflow_broadway.spark import failed
 from airflow_broadway.testing.crashes.campaign import Family
-from tests.crashes.subjects_sinks import Delta, Folder, Place, Postgres
+from tests.crashes.subjects_sinks import Delta, Folder, Iceberg, Place, Postgres
 
 _PRODUCER = SqliteProducer(queue="crashes", path="/given", retry=RetryPolicy(max_attempts=2))
 
@@ -180,6 +180,11 @@ class CommitsToDelta(Commits):
     place = Delta
 
 
+class CommitsToIceberg(Commits):
+    batchers = {"default": replace(Commits.batchers["default"], sink=IcebergTable(table="a.b"))}
+    place = Iceberg
+
+
 class CommitsToPostgres(Commits):
     batchers = {"default": replace(Commits.batchers["default"], sink=PostgresTable(table="a.b"))}
     place = Postgres
@@ -230,6 +235,7 @@ PIPELINES: dict[str, type[Struck]] = {
     "one task": OneTask,
     "commits": Commits,
     "commits to delta": CommitsToDelta,
+    "commits to iceberg": CommitsToIceberg,
     "commits to postgres": CommitsToPostgres,
     "commits on spark": CommitsOnSpark,
     "refills": Refills,

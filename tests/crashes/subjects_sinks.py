@@ -18,8 +18,9 @@ from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor, 
 from airflow_broadway.testing.crashes.sink import forked, rows_of
 from airflow_broadway.testing.crashes.subject import Subject
 from tests.cluster.services import PostgreSQL, ServiceMissing, find_postgres
+from tests.sink_subjects import iceberg_database
 
-CONNECTION = "crashes_postgres"
+CONNECTION, CATALOG = "crashes_postgres", "crashes_iceberg"
 
 
 class Place(ABC):
@@ -187,6 +188,65 @@ class Postgres(Place):
             return [{"number": number} for (number,) in rows]
 
 
+class _PyIceberg:
+    """pyiceberg's reads and commits of a table."""
+
+    def install(self, interceptor: Interceptor) -> None:
+        from pyiceberg.catalog.sql import SqlCatalog
+
+        def wrap(kind: str, *, changes: bool) -> Callable[[Any], Any]:
+            def wrapped(do: Any) -> Any:
+                def call(*args: Any, **kwargs: Any) -> Any:
+                    return interceptor.call(
+                        kind,
+                        "table",
+                        partial(do, *args, **kwargs),
+                        changes=changes,
+                        error=lambda: OSError("an error was injected"),
+                        hangs=lambda: TimeoutError("the catalog timed out"),
+                        late=changes,
+                    )
+
+                return call
+
+            return wrapped
+
+        replace(SqlCatalog, "load_table", wrap("load", changes=False))
+        replace(SqlCatalog, "commit_table", wrap("commit", changes=True))
+
+
+class Iceberg(Place):
+    """A table in a folder, with its catalog in the campaign's PostgreSQL."""
+
+    boundaries = (_PyIceberg(),)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        salt = "".join(filter(str.isalnum, self.subject.salt)).lower()
+        return {"table": f"orders.t{salt}", "catalog": "lake", "conn_id": CATALOG}
+
+    def create(self) -> None:
+        import pyarrow as pa
+
+        schema = pa.schema([pa.field("number", pa.string())])
+        kept = {"history.expire.max-snapshot-age-ms": str(32 * 86_400_000)}
+        self._catalog().create_table(
+            self.options["table"], schema, f"file://{self.subject.work}/table", properties=kept
+        )
+
+    def read(self, folder: Path) -> list[dict[str, Any]]:
+        table = self._catalog().load_table(self.options["table"])
+        rows: list[dict[str, Any]] = table.scan().to_arrow().to_pylist()
+        return rows
+
+    def _catalog(self) -> Any:
+        from pyiceberg.catalog import load_catalog
+
+        catalog = load_catalog("lake", **json.loads(os.environ[VARIABLE])[CATALOG]["extra"])
+        catalog.create_namespace_if_not_exists("orders")
+        return catalog
+
+
 def _connect() -> Any:
     import psycopg
 
@@ -207,7 +267,9 @@ def has_postgresql() -> bool:
 
 @contextmanager
 def postgresql() -> Iterator[None]:
-    """Runs the server of :class:`Postgres`; its address is in the environment of all tasks.
+    """Runs the server of :class:`Postgres` and :class:`Iceberg`.
+
+    Its address is in the environment of all tasks.
 
     :raises ServiceMissing: If PostgreSQL is not installed.
     """
@@ -222,7 +284,8 @@ def postgresql() -> Iterator[None]:
             "login": "airflow",
             "schema": "airflow",
         }
-        os.environ[VARIABLE] = json.dumps({CONNECTION: connection})
+        catalog = {"conn_id": CATALOG, "extra": iceberg_database(Path(folder), host, int(port))}
+        os.environ[VARIABLE] = json.dumps({CONNECTION: connection, CATALOG: catalog})
         try:
             yield
         finally:

@@ -27,6 +27,7 @@ SHARES = {
     "one task": 0.0016,
     "commits": 0.006,
     "commits to delta": 0.006,
+    "commits to iceberg": 0.002,
     "commits to postgres": 0.006,
 }
 LEAST = 0.0008
