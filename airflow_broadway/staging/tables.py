@@ -184,7 +184,6 @@ class TableFiles:
                 write_statistics=counted,
                 store_schema=True,
                 write_page_checksum=True,
-                metadata_collector=self.footers,
             )
         return sink
 
@@ -195,6 +194,8 @@ class TableFiles:
             with self._translated():
                 try:
                     self._writer.close()
+                    # Not by metadata_collector: after a failed close its finalizer would raise.
+                    self.footers.append(self._writer.writer.metadata)
                     self.sizes.append(sink.file.tell())
                     sink.commit()
                 finally:

@@ -76,7 +76,7 @@ def synchronise(source: Any) -> None:
     source._consumer.channel.call("basic_qos", prefetch_count=1)
 
 
-def test_a_retry_with_a_lost_ack_is_redelivered_under_another_id(place):
+def test_a_retry_with_a_lost_ack_is_handled_once(place):
     # Given a run, and a message on its second attempt
     place.send(b"first")
     mark = marked(b"second", "its-own", attempt=2)
@@ -94,25 +94,22 @@ def test_a_retry_with_a_lost_ack_is_redelivered_under_another_id(place):
             lease = source.lease
         assert breaker.broken == 1
 
-    # Then it cannot be told from a copy: it is handled again, marked, and the totals are right
+    # Then it is handled once, marked
+    assert [message.data for message in messages] == [b"first", b"second", b"third"]
+    assert (second.message_id, second.attempt, second.redelivered) == ("its-own", 2, True)
     report = place.carry_out(lease, settlement_of(messages))
-    data = [message.data for message in messages]
-    assert sorted(data) == [b"first", b"second", b"second", b"third"]
-    assert (second.message_id, second.attempt) == ("its-own", 2)
-    [again] = [message for message in messages[2:] if message.data == b"second"]
-    assert again.message_id.startswith("its-own~")
-    assert again.redelivered
-    assert report == SettleReport(acked=4)
+    assert report == SettleReport(acked=3)
     assert place.settle("g2")[0] == []
 
 
-def test_a_run_killed_between_confirm_and_ack_leaves_two_marked_ids(place):
+def test_a_run_killed_between_confirm_and_ack_leaves_marked_copies(place):
     # Given a run that has a confirmed bundle, and never reaches the broker with its acknowledgement
     place.send(b"one")
     with Breaker(place.server.address) as breaker:
         with place.source(**through(breaker)) as source:
             breaker.arm(BASIC_ACK, times=math.inf)
-            first = one(source)
+            # Then it handles nothing of it: there would be a copy
+            assert source.secure(source.receive(1, timeout=1.0)) == []
             lease = source.lease
         assert breaker.broken >= 1
 
@@ -120,12 +117,11 @@ def test_a_run_killed_between_confirm_and_ack_leaves_two_marked_ids(place):
     place.carry_out(lease, Settlement(rest=RELEASE))
     again, _ = place.hold("g2")
 
-    # Then both copies come, each with an id of its own, and both are marked
-    assert [message.data for message in again] == [b"one", b"one"]
+    # Then all copies come, each with an id of its own, and all are marked
+    assert {message.data for message in again} == {b"one"}
     assert {message.redelivered for message in again} == {True}
     ids = {message.message_id for message in again}
-    assert len(ids) == 2
-    assert first.message_id in ids
+    assert len(ids) == len(again) >= 2
 
 
 def test_a_run_waits_for_a_starting_broker(place, caplog):

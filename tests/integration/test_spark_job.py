@@ -464,7 +464,7 @@ def test_some_failed(job, monkeypatch, callback, small):
         assert entry.receipt == message_id.replace("m", "r")
         assert entry.verdict.action is Action.RETRY
         assert 54 <= entry.verdict.delay <= 66
-        assert entry.verdict[2:] == ("big", "batch")
+        assert (entry.verdict.reason, entry.verdict.stage) == ("big", "batch")
 
 
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])

@@ -224,9 +224,10 @@ class PastRun:
 
     def _copy_received(self, chosen: Sequence[StagedBatch]) -> list[str]:
         """Copies the past run's files of received messages, as far as they exist."""
+        if not chosen or self.pipeline.dead_letter_table is None:
+            return []
         names = dict.fromkeys(name for batch in chosen for name in batch.plan.generations)
-        wanted = names if self.pipeline.dead_letter_table is not None else ()
-        manifests = filter(None, map(self._past.manifest, wanted))
+        manifests = filter(None, map(self._past.manifest, names))
         copies = []
         for number, path in enumerate(p for m in manifests for p in m.received_files):
             copy = f"{self.env.generation}/received-{number:05d}.parquet"
