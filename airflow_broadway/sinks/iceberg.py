@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.masking import reason_of
@@ -26,6 +26,7 @@ from airflow_broadway.core.model.sink import (
     SinkEnv,
     SinkError,
 )
+from airflow_broadway.core.schema.values import UTC
 from airflow_broadway.sinks.fencing import (
     KEPT_DAYS,
     RULED_OUT,
