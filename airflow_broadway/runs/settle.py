@@ -21,7 +21,7 @@ from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.dead_letter_table import commit_rows_of, fix_decision
-from airflow_broadway.runs.sinks import resolve, rule_out_deletion, sink_batchers
+from airflow_broadway.runs.sinks import resolve, rule_out_deletion
 from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.applied import claims_of, note_applied
 from airflow_broadway.staging.archive.publication import publish
@@ -271,7 +271,8 @@ def settle_if_complete(
     )
     if not complete:
         return None
-    index = _indexer(run, record, served, plans, sink_batchers(pipeline), recorded)
+    sinks = _batchers_with_sink(pipeline, pipeline.batchers, recorded)
+    index = _indexer(run, record, served, plans, sinks, recorded)
     settlement = _with_rows(
         run,
         record,

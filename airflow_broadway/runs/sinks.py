@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.errors import ConversionError
+from airflow_broadway.core.errors import ConversionError, PipelineError
 from airflow_broadway.core.formats.commits import (
     commit_id,
     commit_ids,
@@ -156,9 +156,21 @@ def table_of_rows(rows: Sequence[Any], schema: str | None) -> Any:
 
 
 def time_sinks(pipeline: Pipeline) -> list[Sink]:
-    """Returns the sinks that have a time column, each table once."""
-    sinks = [options.sink for options in pipeline.batchers.values() if options.sink is not None]
-    return list({sink.uri: sink for sink in sinks if sink.time_column}.values())
+    """Returns the sinks that have a time column, each table once.
+
+    :raises PipelineError: If batchers with one table have different time columns.
+    """
+    tables: dict[str, Sink] = {}
+    for options in pipeline.batchers.values():
+        if options.sink is not None:
+            other = tables.setdefault(options.sink.uri, options.sink)
+            if other.time_column != options.sink.time_column:
+                raise PipelineError(
+                    f"batchers with the sink {other.uri} have different time_columns,"
+                    f" {other.time_column!r} and {options.sink.time_column!r}: give all of them the"
+                    " same"
+                )
+    return [sink for sink in tables.values() if sink.time_column]
 
 
 def delete_interval(pipeline: Pipeline, env: ProducerEnv, interval: Interval) -> None:

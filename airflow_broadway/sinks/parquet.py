@@ -25,6 +25,7 @@ import json
 import os
 import shutil
 import uuid
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -260,9 +261,9 @@ class _Client(SinkClient):
         self.options = options
         self.storage = storage
 
+    @abstractmethod
     def _write(self, rows: Any, folder: str, name: str) -> None:
         """Writes rows as Parquet files below a folder, each file's name beginning with ``name``."""
-        raise NotImplementedError
 
     def commit(self, rows: Any, commit: Commit) -> None:
         name = f"{commit.commit_id}-{commit.attempt}"

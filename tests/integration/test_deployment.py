@@ -136,7 +136,7 @@ def site(tmp_path_factory):
     git(repository, "init", "--quiet", "--initial-branch", "main")
     with s3_server() as bucket:
         for name in ("lake", "logs"):
-            bucket.store(f"s3://{name}").fs.mkdir(name)
+            bucket.store(f"s3://{name}").fs.makedirs(name, exist_ok=True)
         secrets = folder / "connections.json"
         secrets.write_text(
             json.dumps(

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from airflow_broadway import Batcher, BatchInfo, Interval
-from airflow_broadway.core.errors import BroadwayError, RequestRefused
+from airflow_broadway.core.errors import BroadwayError, PipelineError, RequestRefused
 from airflow_broadway.core.model.run_source import LOG, RUN, RunSource
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.sources.choice import SourceRequest, choose_source
@@ -186,3 +186,16 @@ def test_past_run_is_run_again_into_a_sink_that_was_changed_since(
 
     assert rows(tmp_path / "new") == [(3, "again"), (7, "again"), (65, "again")]
     assert report["totals"]["released"] == 0
+
+
+class TwoColumns(Timed):
+    batchers = {
+        "default": Timed.batchers["default"],
+        "other": Batcher(engine="python", sink=DeltaTable(path="/replaced", time_column="run")),
+    }
+
+
+def test_one_table_has_one_time_column(tmp_path: Path, table: Path) -> None:
+    world = World(tmp_path, TwoColumns)
+    with pytest.raises(PipelineError, match=r"different time_columns, 'at' and 'run'"):
+        world.run("again", of_minutes(0, 60)).process()
