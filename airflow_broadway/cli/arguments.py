@@ -31,7 +31,12 @@ _SHARED = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports usage errors in one line."""
+    """Reports usage errors in one line, and has ``--version``."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+        version = f"airflow-broadway {__version__}"
+        self.add_argument("--version", action="version", version=version)
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{printable(message)} (see {self.prog} --help)")
@@ -49,15 +54,14 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
     parser = _Parser(
         prog="airflow-broadway",
-        description="Inspect staged runs, manage dead letters and archives, check brokers,"
-        " report queue depths, send to the embedded queue, crash-test a pipeline.",
+        description="Create and check pipelines, inspect staged runs, manage dead letters and"
+        " archives, report queue depths, send to the embedded queue, crash-test a pipeline.",
         epilog="Exit codes: 0 success; 1 completed with findings; 2 refused or failed.",
-        allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"airflow-broadway {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_runs, _add_archive, _add_check, _add_dead_letters, _add_depth, _add_queue):
+    for add in (_add_init, _add_check, _add_runs, _add_dead_letters, _add_depth, _add_archive):
         add(commands)
+    _add_queue(commands)
     _add_crash_test(commands)
     return parser
 
@@ -68,9 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_command(
     commands: Any, name: str, text: str, handler: str, log_level: int = logging.WARNING
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, description=text, allow_abbrev=False
-    )
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=f"airflow_broadway.cli.{handler}", log_level=log_level, action=name)
     return parser
@@ -78,7 +80,7 @@ def _add_command(
 
 def _add_group(commands: Any, name: str, text: str) -> Any:
     """Adds a command that consists of actions; returns their parsers."""
-    group = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    group = commands.add_parser(name, help=text, description=text)
     return group.add_subparsers(metavar="ACTION", required=True)
 
 
@@ -128,6 +130,18 @@ def _timestamp(text: str) -> datetime:
 
 
 # -- commands --------------------------------------------------------------------------------------
+
+
+def _add_init(commands: Any) -> None:
+    text = "Create a folder with a pipeline, its Dag, its test and its connections."
+    parser = _add_command(commands, "init", text, "init.init")
+    parser.add_argument("name", metavar="NAME", help="the pipeline's name, and the folder's")
+    queues, sinks = (
+        ("sqlite", "rabbitmq", "sqs", "kafka", "pubsub"),
+        ("parquet", "delta", "iceberg", "postgres"),
+    )
+    _add(parser, "--queue", None, "its queue; sqlite by default", choices=queues, default="sqlite")
+    _add(parser, "--sink", None, "its sink; parquet by default", choices=sinks, default="parquet")
 
 
 def _add_runs(commands: Any) -> None:
@@ -186,7 +200,8 @@ def _add_check(commands: Any) -> None:
     )
     # The findings and the error include what the broker's client logs.
     parser = _add_command(commands, "check", text, "check.check", logging.CRITICAL)
-    _add(parser, "reference", "REF", "pkg.module:Class, or a reference as JSON")
+    text = "pkg.module:Class, or a reference as JSON"
+    _add(parser, "--pipeline", "REF", text, required=True)
     _add_shared(parser, "--conn-id", "--staging")
 
 

@@ -20,8 +20,8 @@ def check(args: argparse.Namespace) -> Result:
 
     :raises ProducerUnavailable: If the broker cannot be reached.
     """
-    pipeline = pipeline_of(args.reference)
-    producer = connected(pipeline.producer, args.reference, args.conn_id)
+    pipeline = pipeline_of(args.pipeline)
+    producer = connected(pipeline.producer, args.pipeline, args.conn_id)
     env = env_outside_run(pipeline.name, args.staging)
     findings = sorted(
         dict.fromkeys(finding for shard in producer.shards() for finding in _check(shard, env)),

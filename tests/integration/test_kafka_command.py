@@ -45,7 +45,12 @@ class Told:
             "offset_reset_policy": "earliest",
         }
         reference = {"class": f"{__name__}:Grouped", "options": {"producer": producer}}
-        arguments = json.dumps(reference), "--staging", f"file://{staging or self.root}"
+        arguments = (
+            "--pipeline",
+            json.dumps(reference),
+            "--staging",
+            f"file://{staging or self.root}",
+        )
         return ran(self.capsys, "check", *arguments)
 
 
@@ -138,6 +143,7 @@ def test_an_unreachable_cluster_is_one_clear_error(tmp_path, capsys):
             }
         },
     }
-    unreachable = ran(capsys, "check", "--staging", f"file://{tmp_path}", json.dumps(nobody)).error
+    arguments = "--staging", f"file://{tmp_path}", "--pipeline", json.dumps(nobody)
+    unreachable = ran(capsys, "check", *arguments).error
 
     assert "cannot be reached" in unreachable

@@ -50,7 +50,7 @@ class Told:
 
     def check(self, **options: Any) -> Ran:
         _, reference, *staging = self._about(**options)
-        return ran(self.capsys, "check", reference, *staging)
+        return ran(self.capsys, "check", "--pipeline", reference, *staging)
 
     def letters(self, action: str, *arguments: str) -> Ran:
         return ran(self.capsys, "dead-letters", action, *self._about(), *arguments)

@@ -272,10 +272,10 @@ def reference(pipeline: type[Passing], **producer: Any) -> str:
 def test_the_command_prints_findings(place, connection, capsys):
     checked = reference(Checked, queue=place.name, conn_id=connection)
 
-    fine = ran(capsys, "check", checked)
+    fine = ran(capsys, "check", "--pipeline", checked)
     with policy(place, rf"^broadway\.held\.{place.name}", message_ttl=1000):
-        harmful = ran(capsys, "check", checked)
-        as_json = ran(capsys, "check", checked, "--json")
+        harmful = ran(capsys, "check", "--pipeline", checked)
+        as_json = ran(capsys, "check", "--pipeline", checked, "--json")
 
     assert (fine.code, fine.out, fine.err) == (0, "A run of Checked can begin.\n", "")
     assert harmful.code == as_json.code == 1
@@ -300,7 +300,12 @@ def test_the_command_warns_of_unreadable_policies(place, extra, monkeypatch, cap
     with permitted(place.server) as user:
         value = place.server.connection(**user, extra={"management_url": url})
         monkeypatch.setenv("AIRFLOW_CONN_RABBIT_BLIND", json.dumps(value))
-        done = ran(capsys, "check", reference(Checked, queue=place.name, conn_id="rabbit_blind"))
+        done = ran(
+            capsys,
+            "check",
+            "--pipeline",
+            reference(Checked, queue=place.name, conn_id="rabbit_blind"),
+        )
 
     assert done.code == 0
     assert "warning: whether policies make this run lose messages could not be checked" in done.out
@@ -324,7 +329,7 @@ def test_the_command_checks_every_producers_queue(undeclared, connection, capsys
     with undeclared.channel() as channel:
         channel.queue_declare("sharded-0", durable=True)
 
-    done = ran(capsys, "check", reference(Sharded, conn_id=connection), "--json")
+    done = ran(capsys, "check", "--pipeline", reference(Sharded, conn_id=connection), "--json")
 
     assert done.code == 1
     [finding] = json.loads(done.out)
@@ -332,7 +337,7 @@ def test_the_command_checks_every_producers_queue(undeclared, connection, capsys
 
 
 def test_the_command_refuses_a_template(undeclared, connection, capsys):
-    templated = ran(capsys, "check", reference(Checked, conn_id=connection))
+    templated = ran(capsys, "check", "--pipeline", reference(Checked, conn_id=connection))
 
     assert templated.code == 2
     assert "has the template queue='{{ var.value.queue }}'" in templated.err

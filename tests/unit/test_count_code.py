@@ -8,7 +8,7 @@ from scripts.count_code import count_code, rooms_of_project
 #: one only with a reason in its message.
 REACHED = {
     "adapters/": 655,
-    "cli/": 1_225,
+    "cli/": 1_308,
     "core/": 8_610,
     "hooks/": 80,
     "operators/": 705,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_055,
     "producers/*.py": 50,
-    "package": 44_085,
-    "tests and scripts": 67_990,
+    "package": 44_172,
+    "tests and scripts": 68_089,
 }
 
 MODULE = '''"""A module.

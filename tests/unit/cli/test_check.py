@@ -54,7 +54,7 @@ NOTE = Finding("note", "policies are not visible without the tag management")
 def checked(monkeypatch: Any, capsys: Any, *results: Any, arguments: Sequence[str] = ()) -> Ran:
     by_name = {f"queue-{number}": result for number, result in enumerate(results)}
     monkeypatch.setattr(CheckedProducer, "results", by_name)
-    return ran(capsys, "check", f"{__name__}:Checked", *arguments)
+    return ran(capsys, "check", "--pipeline", f"{__name__}:Checked", *arguments)
 
 
 def test_errors_are_printed_before_warnings(monkeypatch, capsys):
@@ -99,7 +99,7 @@ def test_embedded_queue_is_checked(tmp_path, capsys):
     def check(queue, file="q.db"):
         producer = {"queue": queue, "path": str(tmp_path / file)}
         reference = {"class": f"{__name__}:Embedded", "options": {"producer": producer}}
-        return ran(capsys, "check", json.dumps(reference))
+        return ran(capsys, "check", "--pipeline", json.dumps(reference))
 
     fine, misspelt, missing = check("orders"), check("ordres"), check("orders", "none.db")
 
@@ -111,7 +111,7 @@ def test_embedded_queue_is_checked(tmp_path, capsys):
 
 
 def test_producer_without_checks_gets_a_note(capsys):
-    result = ran(capsys, "check", f"{__name__}:Unchecked")
+    result = ran(capsys, "check", "--pipeline", f"{__name__}:Unchecked")
 
     assert result.code == 0
     assert "note: Producer has nothing that can be checked" in result.out

@@ -140,7 +140,7 @@ def test_guide_shows_all_commands():
     commands = {tuple(words[: 2 if words[0] == "queue" else 1]) for words in guide_commands()}
 
     queue = {("queue", "create"), ("queue", "send")}
-    others = {("remove",), ("runs",), ("show",), ("where",), ("check",)}
+    others = {("init",), ("remove",), ("runs",), ("show",), ("where",), ("check",)}
     assert commands == queue | others | {("crash-test",), ("depth",)}
 
 
@@ -151,14 +151,17 @@ def test_queue_commands_start_without_airflow():
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_version_is_printed(capsys):
+@pytest.mark.parametrize(
+    "command", ["", "check", "init", "queue", "queue send", "dead-letters list"]
+)
+def test_version_is_printed(capsys, command):
     with pytest.raises(SystemExit) as ended:
-        build_parser().parse_args(["--version"])
+        build_parser().parse_args([*command.split(), "--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"airflow-broadway {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["depth", "crash-test", "dead-letters list"])
+@pytest.mark.parametrize("command", ["check", "depth", "crash-test", "dead-letters list"])
 def test_pipeline_is_a_named_option(capsys, command):
     reference = "shop.orders:Orders"
     arguments = build_parser().parse_args([*command.split(), "--pipeline", reference])
