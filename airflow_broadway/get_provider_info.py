@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_CONVERTER = "airflow_broadway.adapters.assets.convert_asset_to_openlineage"
+
 
 def get_provider_info() -> dict[str, Any]:
     """Returns the provider's description by Airflow's ``provider_info.schema.json``."""
@@ -15,6 +17,21 @@ def get_provider_info() -> dict[str, Any]:
         "name": "Broadway",
         "description": "Broadway (Elixir) for Airflow: micro-batch runs that drain message queues, "
         "process them with Spark and settle every message by the outcome of its work.",
+        "integrations": [
+            {
+                "integration-name": "Broadway",
+                "external-doc-url": "https://elixir-broadway.org/",
+                "how-to-guide": ["/docs/operators.md", "/docs/events.md"],
+                "logo": "/broadway/static/logo.svg",
+                "tags": ["software"],
+            },
+            {
+                "integration-name": "RabbitMQ",
+                "external-doc-url": "https://www.rabbitmq.com/",
+                "how-to-guide": ["/docs/rabbitmq.md"],
+                "tags": ["software"],
+            },
+        ],
         "operators": [
             {
                 "integration-name": "Broadway",
@@ -47,12 +64,31 @@ def get_provider_info() -> dict[str, Any]:
         "hooks": [
             {
                 "integration-name": "Broadway",
-                "python-modules": [
-                    "airflow_broadway.hooks.sqlite",
-                    "airflow_broadway.hooks.rabbitmq",
-                ],
-            }
+                "python-modules": ["airflow_broadway.hooks.sqlite"],
+            },
+            {
+                "integration-name": "RabbitMQ",
+                "python-modules": ["airflow_broadway.hooks.rabbitmq"],
+            },
         ],
+        "queues": [
+            "airflow_broadway.triggers.queues.RabbitMQQueueProvider",
+            "airflow_broadway.triggers.queues.EmbeddedQueueProvider",
+        ],
+        "asset-uris": [
+            {
+                "schemes": ["broadway+rabbitmq", "broadway+sqlite"],
+                "handler": "airflow_broadway.adapters.assets.sanitize_uri",
+                "factory": "airflow_broadway.adapters.assets.create_asset",
+                "to_openlineage_converter": _CONVERTER,
+            },
+            {
+                "schemes": ["iceberg", "x-postgres"],
+                "handler": "airflow_broadway.adapters.assets.sanitize_uri",
+                "to_openlineage_converter": _CONVERTER,
+            },
+        ],
+        "cli": ["airflow_broadway.cli.provider.get_broadway_cli_commands"],
         "connection-types": [
             {
                 "connection-type": "broadway_sqlite",

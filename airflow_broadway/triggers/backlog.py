@@ -11,6 +11,7 @@ from typing import Any
 from airflow.triggers.base import BaseEventTrigger, BaseTrigger, TriggerEvent
 
 from airflow_broadway.adapters.backlog import check_age, count_runs, look_at, run_in_thread
+from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.backlog import Backlog
 from airflow_broadway.core.model.rules import POSITIVE, TEXT
@@ -24,9 +25,12 @@ __all__ = ["BroadwayBacklogReachedTrigger", "BroadwayBacklogTrigger", "queues_of
 def queues_of(pipeline: Any) -> WatchedQueues:
     """Returns the queues of an operator's ``pipeline``; one passed as text is imported.
 
+    :param pipeline: Or a producer alone, whose queue's name then stands for the pipeline's.
     :raises OptionsError: If it is not a pipeline.
     :raises PipelineError: If it cannot be imported.
     """
+    if isinstance(pipeline, Producer):
+        return WatchedQueues(str(getattr(pipeline, "queue", pipeline.kind)), pipeline.shards())
     ref = make_ref(pipeline)
     return WatchedQueues.of(import_class(str(ref["class"]))(**ref["options"]))
 
@@ -40,7 +44,7 @@ class BroadwayBacklogTrigger(BaseEventTrigger):
     It is rearmed when a run of the Dag has been created, or the backlog has fallen.  While the Dag
     has ``max_runs`` runs, no event fires.
 
-    :param pipeline: A :class:`Broadway` subclass, an instance, or its import path.
+    :param pipeline: A :class:`Broadway` subclass, an instance, or its import path; or a producer.
     :param dag_id: The Dag that drains the queue.
     :param min_messages: Messages ready to be received.
     :param max_age: Age of the oldest ready message, in seconds.

@@ -7,8 +7,8 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 655,
-    "cli/": 1_308,
+    "adapters/": 691,
+    "cli/": 1_329,
     "core/": 8_610,
     "hooks/": 80,
     "operators/": 705,
@@ -20,18 +20,18 @@ REACHED = {
     "staging/": 4_345,
     "submit/": 500,
     "testing/": 3_765,
-    "triggers/": 170,
-    "*.py": 560,
+    "triggers/": 209,
+    "*.py": 588,
     "producers/engine/": 1_760,
-    "producers/kafka/": 2_850,
+    "producers/kafka/": 2_852,
     "producers/kit/": 490,
     "producers/pubsub/": 1_150,
-    "producers/rabbitmq/": 4_440,
+    "producers/rabbitmq/": 4_446,
     "producers/sqlite/": 1_150,
-    "producers/sqs/": 1_055,
+    "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 44_172,
-    "tests and scripts": 68_089,
+    "package": 44_339,
+    "tests and scripts": 68_286,
 }
 
 MODULE = '''"""A module.

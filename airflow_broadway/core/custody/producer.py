@@ -251,6 +251,13 @@ class Producer(Options):
         """
         return None
 
+    def datasets(self, env: ProducerEnv) -> Sequence[tuple[str, str]]:
+        """Returns its queues as OpenLineage datasets, namespace and name; makes no request.
+
+        :raises BroadwayError: If the connection is missing.
+        """
+        return []
+
     def count_interval(self, env: ProducerEnv) -> int | None:
         """Returns an upper bound of the messages in the environment's interval; receives none.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from airflow_broadway.core.custody.dead_letters import DeadLetters
 from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import ProducerEnv
@@ -40,6 +42,12 @@ class KafkaProducer(KafkaOptions):
         from airflow_broadway.producers.kafka.inspect import depth
 
         return depth(self, env)
+
+    def datasets(self, env: ProducerEnv) -> Sequence[tuple[str, str]]:
+        from airflow_broadway.producers.kafka.client import settings_of
+
+        server = settings_of(self, env)["bootstrap.servers"].partition(",")[0].strip()
+        return [(f"kafka://{server}", topic) for topic in self.topics]
 
     def count_interval(self, env: ProducerEnv) -> int | None:
         from airflow_broadway.producers.kafka.inspect import count_interval

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.custody.producer import ProducerEnv
@@ -282,6 +282,10 @@ class PubSubProducer(BrokerProducer):
             return None
         detail = "cloudpubsub/subscription/detail"
         return f"https://console.cloud.google.com/{detail}/{parts[3]}?project={parts[1]}"
+
+    def datasets(self, env: ProducerEnv) -> Sequence[tuple[str, str]]:
+        parts = self.place.split("/")
+        return [("pubsub", ":".join(["subscription", *(parts[1::2] or parts)]))]
 
     def sent_back_as(self, message: Message) -> str | None:
         attributes: Mapping[str, str] = message.metadata["attributes"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -68,6 +69,15 @@ class RabbitMQProducer(RabbitMQOptions):
             return None
         path = f"{quote(address.virtual_host, safe='')}/{quote(merged.queue, safe='')}"
         return f"{address.management_url.rstrip('/')}/#/queues/{path}"
+
+    def datasets(self, env: ProducerEnv) -> Sequence[tuple[str, str]]:
+        from airflow_broadway.producers.rabbitmq.amqp.address import address_for
+
+        addresses = [(shard.queue, address_for(shard, env)) for shard in self.shards()]
+        return [
+            (f"amqp://{address.netloc}", f"{address.virtual_host}/{queue}".lstrip("/"))
+            for queue, address in addresses
+        ]
 
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         from airflow_broadway.producers.rabbitmq.letters import RabbitDeadLetters

@@ -116,6 +116,11 @@ class SqliteProducer(Producer):
             # On another machine, e.g. that of the API server, the file may not exist.
             return None if queue.names() is None else queue.depth()
 
+    def datasets(self, env: ProducerEnv) -> Sequence[tuple[str, str]]:
+        return [
+            ("file", f"{self.path or path_of(env.connections.get(str(self.conn_id)))}/{self.queue}")
+        ]
+
     def dead_letters(self, env: ProducerEnv, *, place: str | None = None) -> DeadLetters:
         queue = self.open_queue(env)
         if place not in (None, queue.name):

@@ -6,6 +6,7 @@ import difflib
 import json
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 from urllib.parse import quote
 
@@ -275,6 +276,10 @@ class SqsProducer(BrokerProducer):
         kind = next((prefix for prefix in _CONSOLES if region.startswith(prefix)), "")
         host = f"{region}.console.{_CONSOLES[kind]}"
         return f"https://{host}/sqs/v3/home?region={region}#/queues/{quote(url, safe='')}"
+
+    def datasets(self, env: ProducerEnv) -> Sequence[tuple[str, str]]:
+        server, _, path = self.place.rpartition("://")[2].partition("/")
+        return [(f"sqs://{server}", path)] if path else [("sqs", self.place)]
 
     def sent_back_as(self, message: Message) -> str | None:
         properties = message.acknowledger.data.properties or ""
