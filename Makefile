@@ -10,7 +10,7 @@ PYTEST = $(RUN) --rabbitmq --kafka --tables --quick-spark --in-memory --airflow 
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all test-browser lint bench faults cluster test-cluster mutants lock clean distclean
+.PHONY: help setup demo up test test-all test-browser docs lint bench faults cluster test-cluster mutants lock clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -32,6 +32,9 @@ test-all: ## All tests, the slow ones too, but for those in a browser; and the l
 
 test-browser: ## The pages in Airflow's UI, in a real Chromium; build/screens has a picture of each
 	@$(RUN) --browser --rabbitmq --quick-spark --airflow airflow-test pytest -m browser --durations 10 tests/browser $(ARGS)
+
+docs: ## The documentation as a site, in build/site
+	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build $(ARGS)
 
 lint: ## ruff, its formatter, the arrows between rooms, mypy --strict; code lines by room
 	@$(RUN) ruff check .
