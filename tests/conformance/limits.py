@@ -70,23 +70,23 @@ def flushes_last(case: Case) -> bool:
 def not_by_operators(case: Case) -> str:
     """Why the operators cannot run a case; empty if they can."""
     if case["given"].get("no_handle_batch"):
-        return "refused while the Dag is parsed"
+        return "refused when the DAG is parsed"
     given, steps = case["given"], steps_of(case)
     producer = given.get("producer") or {}
     kinds = {kind for kind, _ in steps}
     messages = [spec for kind, value in steps if kind in ("push", "produce") for spec in value]
     if "update_rate_limiting" in kinds:
-        return "the options of a run stand"
+        return "the options of a run are fixed"
     if kinds - {*MESSAGES, "elapse_ms", "reset_rate_limit", "checkpoint", "drain"}:
         return "a step that a run does not have"
     if any(spec.get("acknowledger", "recording") != "recording" for spec in messages):
-        return "the messages of a queue are acknowledged by their run, by nobody else"
+        return "only the run acknowledges messages of a queue"
     if "push" in kinds and (producer.get("rate_limiting") or producer.get("transformer")):
-        return "nothing comes into a run past its producer"
+        return "messages enter a run through its producer only"
     if "produce_raw" in kinds and not producer.get("transformer"):
         return "a queue has nothing but messages"
     if any(kind == "produce_raw" and "kill" in value for kind, value in steps):
-        return "a transformer that raises fails its message alone"
+        return "an exception of a transformer fails one message"
     if not _configurable(given):
         return "options of an acknowledger of its own"
     return ""
@@ -133,15 +133,15 @@ def not_by_spark(case: Case) -> str:
     if inputs.get("no_handle_batch"):
         return "the cases share a class, and it has handle_batch"
     if any(op["op"] == "reverse" for op in operations(inputs.get("prepare_messages") or {})):
-        return "rows have no order but that in which they came"
+        return "rows are ordered by receipt"
     ops = list(operations(inputs.get("handle_batch") or {}))
     names = {op["op"] for op in ops}
     if "reverse" in names:
-        return "rows have no order but that in which they came"
+        return "rows are ordered by receipt"
     if "append_copy_of_first" in names:
         return "a row named twice is one message"
     if "ack_immediately" in names or _acks_in_spark(inputs):
-        return "the Spark driver has no connection to the broker to acknowledge with at once"
+        return "the Spark driver cannot acknowledge immediately"
     if names - _OF_ROWS:
         return "rows are not given back, so handle_batch cannot change a message"
     if any(op["op"] == "return" and op["value"] is None for op in ops):

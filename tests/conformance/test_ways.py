@@ -52,7 +52,7 @@ def table() -> str:
                 why_not = way.why_not(case)
                 if why_not and why_not != "of another area":
                     found.setdefault(why_not, Counter())[way.name] += 1
-    lines = [f"| what cannot be alike | {' | '.join(f'`{way.name}`' for way in ways)} |"]
+    lines = [f"| difference | {' | '.join(f'`{way.name}`' for way in ways)} |"]
     lines.append("|---" * (len(ways) + 1) + "|")
     for why_not, counts in sorted(found.items()):
         cells = [str(counts[way.name] or "") for way in ways]
