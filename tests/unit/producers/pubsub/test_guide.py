@@ -1,4 +1,4 @@
-"""The numbers and permissions in ``docs/pubsub.md``, compared with requests and code."""
+"""The numbers and permissions in the guides, compared with requests and code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from airflow_broadway.producers.pubsub.limits import KEPT_DAYS
 from tests.unit.producers.halves import renewed
 from tests.unit.producers.pubsub.kit import open_subscription
 
-GUIDE = (Path(__file__).parents[4] / "docs" / "pubsub.md").read_text("utf-8")
+DOCS = Path(__file__).parents[4] / "docs"
+GUIDE = (DOCS / "pubsub.md").read_text("utf-8")
 #: The guide as one line.
 FLAT = " ".join(GUIDE.split())
+SEMANTICS = (DOCS / "semantics.md").read_text("utf-8")
 MESSAGES = 1_000
 
 
@@ -65,9 +67,9 @@ def test_guide_lists_every_permission():
 def test_guide_numbers_match_code():
     producer = PubSubProducer(subscription="orders")
     limit, wait = producer.max_number_of_messages, producer.receive_timeout
-    assert f"| `max_number_of_messages` | 10 | {limit}, four pulls at a time |" in FLAT
+    assert f"| `max_number_of_messages` | 10 | {limit}, four pulls at a time |" in SEMANTICS
     assert producer.receive_concurrency == 4
-    assert f"| `receive_timeout` | for ever | {wait:g} s" in FLAT
+    assert f"| `receive_timeout` | for ever | {wait:g} s" in SEMANTICS
     assert f"**The lease** is {producer.lease:g} s" in FLAT
     assert f"when {RENEW_AT:.0%} of it is left".replace("%", " %") in FLAT
     assert f"kept for {KEPT_DAYS} days" in FLAT
