@@ -29,6 +29,7 @@ from airflow_broadway.submit import package as _shipping
 
 DOCS = Path(__file__).parents[2] / "docs"
 MIB = 1024 * 1024
+PUBSUB = PubSubProducer(subscription="orders")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,8 @@ MIB = 1024 * 1024
         ("rabbitmq.md", "ask for nothing for {:g} seconds", consumer.DEMAND_TIMEOUT),
         ("rabbitmq.md", "it uses the same answer for {:g} s", checks.CHECK_INTERVAL),
         ("rabbitmq.md", "{:g} s per request at most", checks.ANSWER_TIMEOUT),
+        ("semantics.md", "| 10 | {}, four pulls at a time", PUBSUB.max_number_of_messages),
+        ("semantics.md", "| `receive_timeout` | for ever | {:g} s", PUBSUB.receive_timeout),
         ("staging.md", "`version`, now {}", layout.VERSION),
         ("staging.md", "hold up to {:g} KiB of entries", recording.INLINE_BYTES / 1024),
         ("staging.md", "up to {:,} in a file", recording.GATHERED),
