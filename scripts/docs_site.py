@@ -1,4 +1,4 @@
-"""What MkDocs runs while it builds the site (``hooks`` in ``mkdocs.yml``).
+"""Hooks of MkDocs for building the site (``hooks`` in ``mkdocs.yml``).
 
 The sources are written for GitHub, and docstrings for Sphinx.
 """

@@ -1,4 +1,4 @@
-"""Whole runs whose staging is a bucket, and what they ask of it."""
+"""Runs with staging in a bucket, and their requests."""
 
 from __future__ import annotations
 

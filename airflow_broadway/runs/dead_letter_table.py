@@ -56,7 +56,7 @@ _ATTEMPTS: Final = 2**31 - 1
 
 
 class Decision(NamedTuple):
-    """What the rows of a generation are made of.
+    """Holds the inputs of a generation's rows.
 
     :param batches: The batches whose outcomes count.
     :param only: The batchers whose outcomes count; ``None``: all, and the process task's.

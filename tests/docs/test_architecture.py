@@ -18,7 +18,7 @@ MOST = 22
 
 def drawn() -> dict[str, set[str]]:
     """Folder → its modules, as the document has them: ``folder/   name · name``."""
-    [tree] = re.findall(r"^## The tree\n+```\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    [tree] = re.findall(r"^## Modules\n+```\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     folders: dict[str, set[str]] = {}
     folder = ""
     for line in tree.splitlines():

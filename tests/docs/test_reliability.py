@@ -12,7 +12,7 @@ CLAIMS = ROOT / "tests" / "docs" / "claims" / "reliability.toml"
 
 def test_the_table_lists_each_promise_with_its_tests():
     text = (ROOT / "docs" / "reliability.md").read_text("utf-8")
-    promised = text.split("## Promised")[1].split("\n## ")[0]
+    promised = text.split("## Guarantees")[1].split("\n## ")[0]
     promises = re.findall(r"^(\d+)\. (.*?)(?=^\d+\. |\Z)", promised, re.MULTILINE | re.DOTALL)
     rows = dict(re.findall(r"^\| (\d+)\. .+? \| (.+) \|$", text, re.MULTILINE))
     claims = tomllib.loads(CLAIMS.read_text("utf-8"))["claim"]

@@ -1,4 +1,4 @@
-"""Whom to kill, and how: the processes of one task instance in a real Airflow on this machine.
+"""Kills the processes of one task instance in a real Airflow on this machine.
 
 Each task has a supervisor, which talks to Airflow, and a child, which runs the operator.  A dead
 child is noticed at once and tried again; a dead supervisor only once its heartbeats are missed, and

@@ -68,7 +68,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkEnv:
-    """What a sink gets when it is opened.
+    """Holds the connections of a sink that is opened.
 
     :param connections: Resolves Airflow connections; in a Spark driver, those that the sink names.
     """

@@ -29,7 +29,7 @@ from airflow_broadway.triggers.backlog import BroadwayBacklogTrigger
 
 
 def stored(trigger: Any) -> dict[str, Any]:
-    """What Airflow stores of a trigger, which the triggerer then creates again."""
+    """Recreates a trigger as the triggerer does, from its stored form."""
     path, kwargs = trigger.serialize()
     assert path == "airflow_broadway.triggers.backlog.BroadwayBacklogTrigger"
     loaded: dict[str, Any] = json.loads(json.dumps(kwargs))

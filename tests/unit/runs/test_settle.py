@@ -56,7 +56,7 @@ def run(tmp_path):
 
 
 def check(run: Run, report: dict[str, Any], *, dead: list[int] = DEAD) -> None:
-    """Everything is settled once, and the witnesses agree."""
+    """Asserts that each message is settled once, by all witnesses."""
     totals = report["totals"]
     assert report["balanced"], totals
     assert (totals["acked"], totals["dead_lettered"]) == (COUNT - len(dead), len(dead)), totals

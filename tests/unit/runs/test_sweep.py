@@ -1,4 +1,4 @@
-"""Whose messages a process task gives back before it receives, and whose it leaves alone."""
+"""The sweep of a process task releases messages of dead runs, and none of others."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class StandIn:
 
     @property
     def exit_code(self) -> int:
-        """What it exits with."""
+        """The exit code of the stand-in."""
         return int((self.folder / "code").read_text())
 
     @exit_code.setter
