@@ -13,6 +13,7 @@ from airflow.sdk import Asset
 from airflow_broadway import producers
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
+from airflow_broadway.core.model.connections import Connections
 
 if TYPE_CHECKING:
     from airflow.providers.common.compat.openlineage.facet import Dataset
@@ -68,15 +69,25 @@ def convert_asset_to_openlineage(asset: Asset, lineage_context: Any) -> Dataset:
     """
     from airflow.providers.common.compat.openlineage.facet import Dataset
 
-    parts = urlsplit(asset.uri)
-    connections = AirflowConnections()
+    namespace, name = dataset_of(asset.uri, AirflowConnections())
+    return Dataset(namespace=namespace, name=name)
+
+
+def dataset_of(uri: str, connections: Connections) -> tuple[str, str]:
+    """Returns namespace and name of a queue's or table's dataset, as OpenLineage names them.
+
+    :raises BroadwayError: If its connection is missing.
+    """
+    parts = urlsplit(uri)
     if parts.scheme in QUEUES:
-        producer = queue_producer(parts.scheme, **split_queue_uri(asset.uri))
-        [(namespace, name)] = producer.datasets(ProducerEnv(connections=connections))
-        return Dataset(namespace=namespace, name=name)
-    namespace, name = f"{parts.scheme}://{parts.netloc}", parts.path[1:].replace("/", ".")
+        producer = queue_producer(parts.scheme, **split_queue_uri(uri))
+        return producer.datasets(ProducerEnv(connections=connections))[0]
     if parts.scheme == "x-postgres":
         connection = connections.get(parts.netloc)
         namespace = f"postgres://{connection.host}:{connection.port or 5432}"
-        name = f"{connection.schema}.{name}"
-    return Dataset(namespace=namespace, name=name)
+        return namespace, f"{connection.schema}.{parts.path[1:].replace('/', '.')}"
+    if parts.scheme == "iceberg":
+        return f"iceberg://{parts.netloc}", parts.path[1:].replace("/", ".")
+    if not parts.netloc:
+        return parts.scheme, parts.path
+    return f"{parts.scheme}://{parts.netloc}", parts.path[1:]

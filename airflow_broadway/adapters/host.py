@@ -59,7 +59,7 @@ class Host:
             try_number=self.ti.try_number,
             # Airflow increases it with the tries that a clear adds.
             cleared=getattr(self.ti, "max_tries", None) or 0,
-            forks=_is_supervised(),
+            forks=is_supervised(),
         )
 
     @cached_property
@@ -195,7 +195,7 @@ class Host:
         return payloads
 
 
-def _is_supervised() -> bool:
+def is_supervised() -> bool:
     """Returns whether Airflow is another process, which a fork of this one can reach as well.
 
     In ``dag.test()`` Airflow is threads of this process, which a fork does not have.

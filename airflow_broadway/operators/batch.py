@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowException, AirflowSkipException, BaseOperator
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.host import Host, references
+from airflow_broadway.adapters.lineage import LineageMixin, note_lineage
 from airflow_broadway.adapters.links import ALL_TASKS
 from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.adapters.parsing import check_engine, declared, pipeline_ref
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["BroadwayBatcherOperator"]
 
 
-class BroadwayBatcherOperator(BaseOperator):
+class BroadwayBatcherOperator(LineageMixin, BaseOperator):
     """Groups the messages that process tasks staged for one batcher into batches.
 
     Returns a reference to the plan of batches, never payloads.  Skips itself when there is no
@@ -70,6 +71,7 @@ class BroadwayBatcherOperator(BaseOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         from airflow_broadway.runs.outcomes import run_again_command
+        from airflow_broadway.runs.sources.pipelines import source_of
         from airflow_broadway.runs.tasks import BatchTask, reference_without_plan
 
         host, ti = Host(context), context["ti"]
@@ -98,6 +100,14 @@ class BroadwayBatcherOperator(BaseOperator):
             plan.triggers,
         )
         counts = task.handle(plan)
+        generations = plan.generations
+        note_lineage(
+            self,
+            pipeline,
+            host.ports.connections,
+            {**reference, **(counts or {})},
+            lambda: source_of(run, generations),
+        )
         if counts is None:
             self._emit_no_events(context, run, pipeline)
             return reference
@@ -119,6 +129,9 @@ class BroadwayBatcherOperator(BaseOperator):
                 self.batcher,
             )
         emit_outlet_events(self, context, run, pipeline, [])
+
+    def _writing_batchers(self, pipeline: Pipeline) -> Collection[str]:
+        return (self.batcher,) if pipeline.batchers[self.batcher].engine == "python" else ()
 
     def on_kill(self) -> None:
         if self._task is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowFailException
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from airflow_broadway.adapters.host import Host
+    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["BroadwayProcessorOperator"]
 
@@ -45,11 +46,15 @@ class BroadwayProcessorOperator(PullOperator):
     :raises OptionsError: While the Dag is parsed, if a budget breaks its rule.
     """
 
+    def _writing_batchers(self, pipeline: Pipeline) -> Collection[str]:
+        return ()
+
     def _pull(self, host: Host, work: Mapping[str, Any]) -> dict[str, Any]:
         from airflow_broadway.runs.tasks import ProcessTask
 
         self._task = ProcessTask(**work)
         reference, trouble, timed_out = self._task.run()
+        self._note_lineage(host, work, reference)
         if timed_out:
             # A retry would void the published messages: later tasks get the reference all the same.
             host.ti.xcom_push(key="return_value", value=reference)

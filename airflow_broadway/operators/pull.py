@@ -14,6 +14,7 @@ from airflow.providers.common.compat.sdk import (
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.host import Host
+from airflow_broadway.adapters.lineage import LineageMixin, note_lineage
 from airflow_broadway.adapters.links import AT_BROKER, note_console
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
 from airflow_broadway.core.errors import OptionsError, RequestRefused
@@ -108,7 +109,7 @@ def budget_of(operator: Any, host: Host, source: RunSource | None = None) -> Bud
     return Budget(**budgets)
 
 
-class PullOperator(BaseOperator):
+class PullOperator(LineageMixin, BaseOperator):
     """The base class of operators that receive: a pipeline, one of its producers, a budget."""
 
     template_fields: Sequence[str] = ("pipeline", *BUDGETS, "source", "staging")
@@ -216,6 +217,11 @@ class PullOperator(BaseOperator):
 
         :param work: The arguments of a :class:`ProcessTask`, or :class:`UnstagedTask`.
         """
+
+    def _note_lineage(self, host: Host, work: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+        """Records what OpenLineage reports of this execution."""
+        connections = host.ports.connections
+        note_lineage(self, work["pipeline"], connections, counts, lambda: work["source"])
 
     def _claim_events(self, host: Host, run: StagedRun) -> None:
         """Claims the events of a backlog that started this run.

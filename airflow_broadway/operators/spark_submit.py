@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from airflow.providers.common.compat.sdk import (
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.host import Host, references
+from airflow_broadway.adapters.lineage import LineageMixin, note_lineage
 from airflow_broadway.adapters.links import ON_SPARK, note_spark
 from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.adapters.parsing import check_engine, check_submission, pipeline_ref
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
     from pydantic import JsonValue
 
+    from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.runs.plans import OpenPlans
     from airflow_broadway.runs.spark_batches import Ending, SparkBatches
     from airflow_broadway.staging.run_folder import StagedRun
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["BroadwaySparkSubmitOperator"]
 
 
-class BroadwaySparkSubmitOperator(SparkSubmitOperator):
+class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
     """Runs ``handle_batch`` of a pipeline on all batches without an outcome.
 
     It submits one Spark application, with the arguments and the connection of
@@ -119,6 +121,7 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
     def execute(  # type: ignore[override] # the parent returns nothing
         self, context: Context
     ) -> dict[str, Any]:
+        from airflow_broadway.runs.sources.pipelines import source_of
         from airflow_broadway.runs.spark_batches import Ending, SparkBatches
 
         host = Host(context)
@@ -147,8 +150,18 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
             with batches.leases_kept():
                 error = self._submit_all(context, run, batches)
             self._check_complete(batches, batches.end(), error)
-        emit_outlet_events(self, context, run, pipeline, batches.plans.heads)
-        return self._reference(batches.plans)
+        heads = batches.plans.heads
+        emit_outlet_events(self, context, run, pipeline, heads)
+        reference = self._reference(batches.plans)
+        self._batchers = dict.fromkeys(head.batcher for head in heads)
+        note_lineage(
+            self,
+            pipeline,
+            host.ports.connections,
+            reference,
+            lambda: source_of(run, batches.plans.generations),
+        )
+        return reference
 
     def on_kill(self) -> None:
         # Without a hook nothing was started, and the parent would look up its connection.
@@ -157,6 +170,14 @@ class BroadwaySparkSubmitOperator(SparkSubmitOperator):
                 self._running.isolation.stopped()
             # The parent kills an application on YARN only through its API.
             self._hook.on_kill()
+
+    #: The batchers of the handled batches, once they are known.
+    _batchers: Collection[str] | None = None
+
+    def _writing_batchers(self, pipeline: Pipeline) -> Collection[str]:
+        if self._batchers is not None:
+            return self._batchers
+        return [name for name, batcher in pipeline.batchers.items() if batcher.engine == "spark"]
 
     #: The batches in process.
     _running: SparkBatches | None = None

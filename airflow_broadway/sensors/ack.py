@@ -20,6 +20,7 @@ from airflow.sdk.exceptions import AirflowRescheduleException
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.host import Host
+from airflow_broadway.adapters.lineage import LineageMixin, note_lineage
 from airflow_broadway.adapters.links import AT_BROKER, note_console
 from airflow_broadway.adapters.parsing import declared, pipeline_ref
 from airflow_broadway.core.custody.run_summary import (
@@ -30,6 +31,7 @@ from airflow_broadway.core.custody.run_summary import (
 )
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.rules import SECONDS, SECONDS_OR_ZERO
+from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.triggers.ack import FINISHED, BroadwayAckTrigger
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ MIN_RESCHEDULE_INTERVAL: Final = 10.0
 FAILED: Final = frozenset({"failed", "upstream_failed"})
 
 
-class BroadwayAckSensor(BaseSensorOperator):
+class BroadwayAckSensor(LineageMixin, BaseSensorOperator):
     """Watches the tasks of a run, renews its leases, settles each message by its recorded outcome.
 
     It starts with the run (``trigger_rule="always"``) and is the last to end: when every watched
@@ -254,7 +256,16 @@ class BroadwayAckSensor(BaseSensorOperator):
             )
         finally:
             watcher.close()
-        return None if report is None else self._conclude(report, late)
+        if report is None:
+            return None
+        note_lineage(
+            self,
+            pipeline,
+            host.ports.connections,
+            {**report["totals"], "batchers": report["batchers"]},
+            lambda: RunSource.from_json(report.get("source") or {}),
+        )
+        return self._conclude(report, late)
 
     def _describe_delay(self, context: Context, lease: float) -> str:
         """Returns a sentence if it was more than a quarter of the lease until the first check."""

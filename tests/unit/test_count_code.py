@@ -7,14 +7,14 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 691,
+    "adapters/": 805,
     "cli/": 1_329,
     "core/": 8_610,
     "hooks/": 80,
-    "operators/": 705,
+    "operators/": 738,
     "plugin/": 1_900,
     "runs/": 5_603,
-    "sensors/": 355,
+    "sensors/": 362,
     "sinks/": 1_130,
     "spark/": 1_705,
     "staging/": 4_345,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 44_339,
-    "tests and scripts": 68_401,
+    "package": 44_503,
+    "tests and scripts": 68_595,
 }
 
 MODULE = '''"""A module.
