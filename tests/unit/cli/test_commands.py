@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -121,19 +122,29 @@ def test_password_in_an_address_is_not_printed(capsys):
     assert "nowhere://***@host" in result.error
 
 
-GUIDE = Path(__file__).parents[3] / "docs" / "cli.md"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
-def guide_commands() -> list[list[str]]:
-    """The arguments of the commands that the guide shows."""
-    lines = [line.strip() for line in GUIDE.read_text().replace("\\\n", " ").splitlines()]
-    commands = [line.removeprefix("generate-orders | ") for line in lines]
-    return [shlex.split(line)[1:] for line in commands if line.startswith("airflow-broadway ")]
+def guide_commands(page: str = "cli.md", command: str = "airflow-broadway") -> list[list[str]]:
+    """The arguments of the commands that a page shows."""
+    text = (DOCS / page).read_text().replace("\\\n", " ")
+    commands = [line.strip().removeprefix("generate-orders | ") for line in text.splitlines()]
+    commands += re.findall(rf"\| `({command} [^`]+)`", text) if page == "runbook.md" else []
+    return [shlex.split(line)[1:] for line in commands if line.startswith(f"{command} ")]
 
 
-@pytest.mark.parametrize("arguments", guide_commands(), ids=" ".join)
-def test_commands_in_the_guide_parse(arguments):
+@pytest.mark.parametrize(
+    "arguments", [*guide_commands(), *guide_commands("runbook.md")], ids=" ".join
+)
+def test_commands_in_the_guides_parse(arguments):
     assert build_parser().parse_args(arguments).handler
+
+
+@pytest.mark.parametrize("arguments", guide_commands("runbook.md", "airflow"), ids=" ".join)
+def test_airflow_commands_in_the_runbook_parse(arguments):
+    from airflow.cli.cli_parser import get_parser
+
+    assert get_parser().parse_args(arguments).func
 
 
 def test_guide_shows_all_commands():
