@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,21 +61,31 @@ def follow(steps: list[Step], folder: Path) -> list[str]:
         for name, value in os.environ.items()
         if not name.startswith(("AIRFLOW", "_AIRFLOW", "PYTHON", "PYTEST"))
     }
-    env["AIRFLOW__API__PORT"] = str(free_port())
+    # Where another server has the usual port
+    port = free_port()
+    env["AIRFLOW__API__HOST"] = "127.0.0.1"
+    env["AIRFLOW__API__PORT"] = str(port)
+    env["AIRFLOW__API__BASE_URL"] = f"http://127.0.0.1:{port}"
     script = "\n".join(["set -e", *(f"echo '@@@'\n{step.commands}" for step in steps)])
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    outputs = done.stdout.split("@@@\n")[1:]
+    log = folder / "output.log"
+    with log.open("w") as output:
+        shell = subprocess.Popen(
+            ["bash", "-c", script],
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = shell.wait(timeout=1_000)
+        finally:
+            with suppress(ProcessLookupError):  # `airflow standalone` and its children
+                os.killpg(shell.pid, signal.SIGKILL)
+    told = log.read_text("utf-8")
+    assert code == 0, told
+    outputs = told.split("@@@\n")[1:]
     assert len(outputs) == len(steps)
     for step, output in zip(steps, outputs, strict=True):
         assert [line for line in step.output if line not in output] == [], output
@@ -137,8 +149,8 @@ def test_tutorial_ends_with_a_scheduled_run(tmp_path):
     assert steps[-1].commands.startswith("airflow standalone &\n")
 
     # When the commands run, and its reader waits for the last order
-    wait = f"for _ in $(seq {PATIENCE}); do python rows.py | grep '^6 ' && break; sleep 1; done"
-    follow([*steps, Step(f"{wait}\nkill %1\nwait || true\n", ["6 DE 20.0 2026-02-01"])], tmp_path)
+    wait = f"SECONDS=0; until python rows.py | grep '^6 '; do test $SECONDS -lt {PATIENCE}; done\n"
+    follow([*steps, Step(wait, ["6 DE 20.0 2026-02-01"])], tmp_path)
 
     # Then each order is a row, once; the third one as soon as its delay has passed
     orders = [order for order, _ in rows(tmp_path / "orders")]
