@@ -10,7 +10,7 @@ PYTEST = $(RUN) --rabbitmq --kafka --tables --quick-spark --in-memory --airflow 
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all test-browser docs lint bench faults cluster test-cluster mutants lock clean distclean
+.PHONY: help setup demo up test test-all test-browser docs screens lint bench faults cluster test-cluster mutants lock clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,10 @@ test-browser: ## The pages in Airflow's UI, in a real Chromium; build/screens ha
 
 docs: ## The documentation as a site, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build $(ARGS)
+
+screens: ## The pictures of the documentation, light and dark: the pages of test-browser
+	@$(MAKE) test-browser ARGS="-k accessible"
+	@cp build/screens/run-{light,dark}.png docs/screens/
 
 lint: ## ruff, its formatter, the arrows between rooms, mypy --strict; code lines by room
 	@$(RUN) ruff check .
