@@ -7,6 +7,7 @@ Producers are in ``airflow_broadway.producers``, operators in
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.model.acks import ack_immediately
@@ -29,6 +30,9 @@ from airflow_broadway.types import PythonBatch, SparkBatch
 
 if TYPE_CHECKING:
     from airflow_broadway.spark.results import failed
+
+if "airflow" in sys.modules:  # a Spark driver has none
+    from airflow_broadway.adapters import versions as _versions  # noqa: F401 - refuses Airflow 2
 
 __all__ = [
     "Archive",

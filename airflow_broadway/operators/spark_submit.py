@@ -18,7 +18,7 @@ from airflow.providers.common.compat.sdk import (
     AirflowSkipException,
 )
 
-from airflow_broadway.adapters import task_docs
+from airflow_broadway.adapters import task_docs, versions
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.host import Host, references
 from airflow_broadway.adapters.lineage import LineageMixin, note_lineage
@@ -342,9 +342,8 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         options = hook._connection
         master, deploy_mode = str(options["master"]), str(options["deploy_mode"] or "client")
         check_master(self._conn_id, master, deploy_mode)
-        tracked = hook._should_track_driver_via_k8s_api()
-        tracked = tracked or hook._should_track_yarn_application_via_rm_api()
-        if deploy_mode == "cluster" and self.durable and not tracked:
+        tracked, durable = versions.tracks_driver(hook), versions.is_durable(self)
+        if deploy_mode == "cluster" and durable and not tracked:
             self.durable = False  # the provider refuses it with yarn, and ignores it elsewhere
             option = "yarn_track_via_rm_api" if hook._is_yarn else "track_driver_via_k8s_api"
             self.log.warning(
@@ -352,7 +351,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
                 " to resume that one (durable), set %s=True.",
                 option,
             )
-        self._resumes = tracked and self.durable and bool(context.get("task_state_store"))
+        self._resumes = tracked and durable and bool(context.get("task_state_store"))
         return Chosen(
             master=master,
             deploy_mode=deploy_mode,

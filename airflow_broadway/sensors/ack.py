@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
+from airflow.exceptions import AirflowRescheduleException
 from airflow.providers.common.compat.sdk import (
     AirflowException,
     AirflowFailException,
@@ -16,7 +17,6 @@ from airflow.providers.common.compat.sdk import (
     conf,
 )
 from airflow.sdk import timezone
-from airflow.sdk.exceptions import AirflowRescheduleException
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.host import Host

@@ -1,0 +1,34 @@
+"""The differences between releases of Airflow, and of the providers that Airflow's constraints pin.
+
+No other module asks for a version, or tests whether Airflow has a name: what all supported releases
+have is imported where it is used, through ``airflow.providers.common.compat.sdk`` where it moved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import airflow
+
+if airflow.__version__.startswith(("1.", "2.")):
+    raise ImportError(
+        f"airflow-broadway needs Apache Airflow 3.1 or newer, and this is {airflow.__version__}:"
+        " upgrade Airflow (pip install 'apache-airflow>=3.1'), or uninstall airflow-broadway"
+    )
+
+
+def tracks_driver(hook: Any) -> bool:
+    """Returns whether the Spark provider polls a cluster's API for the end of the application.
+
+    :param hook: A ``SparkSubmitHook``; those before release 6.2 never do.
+    """
+    names = ("_should_track_driver_via_k8s_api", "_should_track_yarn_application_via_rm_api")
+    return any(getattr(hook, name, bool)() for name in names)
+
+
+def is_durable(operator: Any) -> bool:
+    """Returns whether a retry of a ``SparkSubmitOperator`` may resume its application.
+
+    Resuming needs the Spark provider 6.3, and the task state store of Airflow 3.3.
+    """
+    return bool(getattr(operator, "durable", False))
