@@ -21,7 +21,7 @@ ASKS_VERSION = re.compile(
     r"AIRFLOW_V_|version_compat|airflow\.__version__|airflow\.version|version\(.apache.airflow"
 )
 #: Not versions of Airflow: providers that a connection may need, of an extra.
-OPTIONAL = ("airflow.providers.amazon", "airflow.providers.google")
+OPTIONAL = tuple(f"airflow.providers.{name}" for name in ("amazon", "common.messaging", "google"))
 
 
 def conditional_imports(tree: ast.Module) -> list[str]:
