@@ -6,6 +6,7 @@ have is imported where it is used, through ``airflow.providers.common.compat.sdk
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import airflow
@@ -32,3 +33,14 @@ def is_durable(operator: Any) -> bool:
     Resuming needs the Spark provider 6.3, and the task state store of Airflow 3.3.
     """
     return bool(getattr(operator, "durable", False))
+
+
+def teams_of(dag_ids: Collection[str]) -> Mapping[str, str | None]:
+    """Returns Dag id → name of its team, from Airflow's database; Airflow 3.1 asks for each."""
+    from airflow.models.dag import DagModel
+
+    of_all = getattr(DagModel, "get_dag_id_to_team_name_mapping", None)
+    if of_all is None:
+        return {dag_id: DagModel.get_team_name(dag_id) for dag_id in dag_ids}
+    teams: Mapping[str, str | None] = of_all(list(dag_ids))
+    return teams

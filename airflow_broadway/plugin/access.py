@@ -36,6 +36,7 @@ from fastapi import Depends, HTTPException, Request, status
 from itsdangerous import TimestampSigner
 from sqlalchemy.exc import SQLAlchemyError
 
+from airflow_broadway.adapters.versions import teams_of
 from airflow_broadway.plugin.fair_semaphore import USER
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def may_edit(dag_id: str, user: GetUserDep) -> bool:
 def readable_dags(user: BaseUser, dag_ids: Collection[str]) -> set[str]:
     """Returns the Dags whose runs the user may read."""
     manager = get_auth_manager()
-    teams = DagModel.get_dag_id_to_team_name_mapping(list(dag_ids))
+    teams = teams_of(dag_ids)
     return {
         dag_id
         for dag_id in manager.get_authorized_dag_ids(user=user) & set(dag_ids)

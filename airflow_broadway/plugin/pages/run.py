@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
@@ -38,7 +38,7 @@ class BatchQuery:
     pipeline: str = ""
     page: int = 1
     sort: str = "plan"
-    descending: Annotated[bool, Query(alias="desc")] = False
+    desc: bool = False
     state: str = "all"
     batcher: str = ""
 
@@ -158,6 +158,7 @@ def _build_section(
     overview = None if run is None else overview_of(run, recorded=recorded)
     name = run.pipeline if run is not None else tasks.name if tasks is not None else ""
     options = asdict(query if query.pipeline in ("", name) else BatchQuery())
+    options["descending"] = options.pop("desc")
     del options["pipeline"]
     batches = None if run is None else page_of_batches(run, recorded=recorded, **options)
     return Section(
