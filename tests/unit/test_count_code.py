@@ -7,7 +7,7 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 805,
+    "adapters/": 826,
     "cli/": 1_329,
     "core/": 8_610,
     "hooks/": 80,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 44_503,
-    "tests and scripts": 68_719,
+    "package": 44_528,
+    "tests and scripts": 68_788,
 }
 
 MODULE = '''"""A module.
