@@ -68,13 +68,13 @@ def follow(steps: list[Step], folder: Path) -> list[str]:
     env["AIRFLOW__API__BASE_URL"] = f"http://127.0.0.1:{port}"
     script = "\n".join(["set -e", *(f"echo '@@@'\n{step.commands}" for step in steps)])
     log = folder / "output.log"
-    with log.open("w") as output:
+    with log.open("w") as stream:
         shell = subprocess.Popen(
             ["bash", "-c", script],
             cwd=folder,
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
