@@ -195,13 +195,15 @@ def _add_archive(commands: Any) -> None:
 
 def _add_check(commands: Any) -> None:
     text = (
-        "Check a pipeline's broker as its next run would; report errors, warnings and what could"
-        " not be checked.  No message is received, and nothing is changed."
+        "Diagnose versions, staging, Dags, and the connections, brokers, sinks and Spark of"
+        " pipelines, with a cure for each finding.  No message is received."
     )
     # The findings and the error include what the broker's client logs.
     parser = _add_command(commands, "check", text, "check.check", logging.CRITICAL)
-    text = "pkg.module:Class, or a reference as JSON"
-    _add(parser, "--pipeline", "REF", text, required=True)
+    text = "pkg.module:Class, or a reference as JSON; may be repeated; default: those of all Dags"
+    _add(parser, "--pipeline", "REF", text, action="append", default=[])
+    text = "also submit an application without batches by each Dag's task, to see staging from it"
+    _add_flag(parser, "--spark", text)
     _add_shared(parser, "--conn-id", "--staging")
 
 

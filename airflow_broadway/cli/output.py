@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TextIO
 
@@ -50,6 +51,20 @@ def only_results_on_stdout() -> Iterator[None]:
         _RESULTS.reset(token)
 
 
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Discards standard error, also of loggers and child processes that write to it directly."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
 class _EscapingFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(escaped, redacted(super().format(record)).split("\n")))
@@ -59,6 +74,7 @@ class _EscapingFormatter(logging.Formatter):
 def logging_at(level: int) -> Iterator[None]:
     """Logs plain lines to standard error instead of to the handlers that Airflow installed."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(level)  # a logger may have a level of its own
     handler.setFormatter(_EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger()
     handlers, previous = root.handlers, root.level

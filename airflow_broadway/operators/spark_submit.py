@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
+import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
@@ -25,14 +27,17 @@ from airflow_broadway.adapters.lineage import LineageMixin, note_lineage
 from airflow_broadway.adapters.links import ON_SPARK, note_spark
 from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.adapters.parsing import check_engine, check_submission, pipeline_ref
-from airflow_broadway.core.errors import ConnectionMissing, OptionsError
+from airflow_broadway.core.errors import ConnectionMissing, OptionsError, StagingError
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import AUTO, CLIENTS
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.ownership import CURE, highest_try
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.connections import to_variable
+from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.core.version import __version__
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
     from airflow_broadway.runs.spark_batches import Ending, SparkBatches
     from airflow_broadway.staging.run_folder import StagedRun
     from airflow_broadway.staging.store import Store
+    from airflow_broadway.submit.hook import SubmitHook
     from airflow_broadway.submit.submission import Chosen
 
 __all__ = ["BroadwaySparkSubmitOperator"]
@@ -162,6 +168,50 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
             lambda: source_of(run, batches.plans.generations),
         )
         return reference
+
+    def probe(self, store: Store, pipeline: Pipeline) -> str:
+        """Submits an application without batches, outside a run; its files are removed.
+
+        The driver and an executor read staging, and the driver writes to it.
+
+        :returns: The driver's first line of the log; empty in cluster mode.
+        :raises BroadwayError: If Spark cannot be started, or the driver or an executor does not see
+            the staging root; includes the last error of its log.
+        """
+        from airflow_broadway.staging.run_folder import StagedRun
+
+        info = RunInfo(dag_id=f"check-{uuid.uuid4().hex}", run_id="check")
+        run = StagedRun(store, pipeline=pipeline.name, dag_id=info.dag_id, run_id=info.run_id)
+        work = Work(
+            name="check",
+            try_number=1,
+            pipeline=make_ref(self.pipeline),
+            run=info.to_json(),
+            plans=[],
+            package_version=__version__,
+        )
+        path = paths.of_try(work.name, work.try_number)
+
+        def write_work() -> tuple[str, Work]:
+            run.files.create(path, work.dumps())
+            return path, work
+
+        self.name = info.dag_id
+        self._chosen = self._choose_options({})
+        lines: deque[str] = deque()
+        try:
+            with self._prepared(run, write_work):
+                hook = cast("SubmitHook", self._get_hook())
+                lines = hook.lines
+                hook.submit(self.application)
+            if not run.files.exists(paths.of_try(work.name, work.try_number, kind="started")):
+                raise StagingError(f"the Spark driver does not write to {store.uri}")
+        except AirflowException as error:
+            reason = next((line for line in reversed(lines) if " ERROR " in line), error)
+            raise StagingError(f"the Spark driver of {self.task_id} failed: {reason}") from error
+        finally:
+            run.dag.remove_all()
+        return next((line for line in lines if "airflow-broadway " in line), "")
 
     def on_kill(self) -> None:
         # Without a hook nothing was started, and the parent would look up its connection.

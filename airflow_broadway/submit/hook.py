@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -32,6 +33,8 @@ class SubmitHook(SparkSubmitHook):
     _prepare: Callable[[], list[str]]
     _driver_env: dict[str, str]
     _on_application: Callable[[str, str], None]
+    #: The last lines of Spark's log.
+    lines: deque[str]
 
     @classmethod
     def of(
@@ -61,6 +64,7 @@ class SubmitHook(SparkSubmitHook):
         extended._driver_env = dict(env)
         extended._prepare = prepare
         extended._on_application = on_application
+        extended.lines = deque(maxlen=1_000)
         return extended
 
     def submit(self, application: str = "", **kwargs: Any) -> str | None:
@@ -79,6 +83,7 @@ class SubmitHook(SparkSubmitHook):
     def _watch(self, lines: Iterator[Any]) -> Iterator[Any]:
         """Passes the lines on, and reports the application when its line appears."""
         for line in lines:
+            self.lines.append(str(line).strip())
             match = APPLICATION.search(line)
             if match is not None:
                 self._on_application(match[1], match[2])

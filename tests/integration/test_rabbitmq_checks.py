@@ -257,6 +257,11 @@ def test_a_foreign_server_at_the_management_port_is_a_warning(undeclared):
 # -- the command -------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _staging(tmp_path, monkeypatch):
+    monkeypatch.setenv("AIRFLOW__BROADWAY__STAGING", f"file://{tmp_path}")
+
+
 @pytest.fixture
 def connection(undeclared, extra, monkeypatch):
     value = json.dumps(undeclared.server.connection(extra=extra))
@@ -277,10 +282,13 @@ def test_the_command_prints_findings(place, connection, capsys):
         harmful = ran(capsys, "check", "--pipeline", checked)
         as_json = ran(capsys, "check", "--pipeline", checked, "--json")
 
-    assert (fine.code, fine.out, fine.err) == (0, "A run of Checked can begin.\n", "")
+    assert (fine.code, fine.err) == (0, "")
+    assert fine.out.endswith("\nA run of Checked can begin.\n")
+    assert "error" not in fine.out
+    assert "warning" not in fine.out
     assert harmful.code == as_json.code == 1
     assert f"error: the queue '{place.queues.held(0)}'" in harmful.out
-    assert [finding["level"] for finding in json.loads(as_json.out)] == ["error"]
+    assert [finding["level"] for finding in json.loads(as_json.out)] == ["error", "note", "note"]
 
 
 def test_depth_counts_held_bundles(place):
@@ -332,7 +340,7 @@ def test_the_command_checks_every_producers_queue(undeclared, connection, capsys
     done = ran(capsys, "check", "--pipeline", reference(Sharded, conn_id=connection), "--json")
 
     assert done.code == 1
-    [finding] = json.loads(done.out)
+    finding, *_ = json.loads(done.out)
     assert "has no queue 'sharded-1'" in finding["text"]
 
 

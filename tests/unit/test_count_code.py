@@ -7,13 +7,13 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 826,
-    "cli/": 1_329,
+    "adapters/": 842,
+    "cli/": 1_511,
     "core/": 8_610,
     "hooks/": 80,
-    "operators/": 738,
+    "operators/": 775,
     "plugin/": 1_900,
-    "runs/": 5_603,
+    "runs/": 5_639,
     "sensors/": 362,
     "sinks/": 1_130,
     "spark/": 1_705,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 44_528,
-    "tests and scripts": 68_788,
+    "package": 44_804,
+    "tests and scripts": 69_051,
 }
 
 MODULE = '''"""A module.

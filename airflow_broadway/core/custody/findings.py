@@ -17,7 +17,7 @@ class Finding(NamedTuple):
     """One result of a check.
 
     :param level: ``error``: a run cannot begin; ``warning``: a run begins and logs it; ``note``:
-        not checked, and no run depends on it.
+        a fact, or not checked; no run depends on it.
     :param text: One sentence that names the resource, the rule, its value and the way out.
     """
 

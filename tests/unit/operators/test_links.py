@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,6 +171,7 @@ def test_spark_ui_is_linked_and_later_its_history(monkeypatch, history):
 def test_spark_ui_address_is_read_from_the_driver_log(line, applications):
     seen: list[tuple[str, str]] = []
     hook = SubmitHook.__new__(SubmitHook)
+    hook.lines = deque()
     hook._on_application = lambda application_id, ui: seen.append((application_id, ui))
 
     assert list(hook._watch(iter(["first\n", line]))) == ["first\n", line]
