@@ -180,6 +180,10 @@ def test_pipeline_is_shown_with_stages_runs_and_charts(world, children):
         ' 30, not known of 1."' in text
     )
     assert "<title>r1: 42 s</title>" in text
+    # Each chart with a known value has an axis
+    axis = '<span class="axis soft" aria-hidden="true"><span>0 to {}</span>'
+    assert axis.format("30") in text
+    assert axis.format("42 s") in text
     assert children.requests == []  # only once the page is shown
 
 

@@ -83,6 +83,16 @@ def airflow(
     return known
 
 
+def test_finished_tasks_are_done_without_airflows_word(site, run, monkeypatch):
+    run.all()
+    airflow(monkeypatch, "success", process=["success"], batch_default="success", ack="success")
+
+    text = re.sub(r"<[^>]+>", " ", shown(site))
+
+    assert "done" in text
+    assert "success " not in text
+
+
 def test_settled_run_shows_totals_reasons_and_balance(site, settled):
     text = shown(site)
 

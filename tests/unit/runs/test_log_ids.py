@@ -57,6 +57,8 @@ def test_log_lines_name_message_batch_and_generation(tmp_path, monkeypatch):
     assert ids == {**task, "batcher": "default", "batch_id": line.removeprefix("batch ")}
     # And where it is settled
     assert lines.of("Settled generation") == [generation]
+    [settled] = [line for line, _ in lines.records if line.startswith("Settled generation")]
+    assert settled.endswith("of process[0].  Settled 3 messages: 3 acked.")
 
 
 def test_swept_generation_is_named(tmp_path):
