@@ -66,10 +66,11 @@ def test_every_queue_and_sink_passes_its_test_and_parses(tmp_path, monkeypatch, 
 
 
 @pytest.mark.airflow
-def test_commands_of_its_readme_move_a_message_to_a_row(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("sink", ["parquet", "delta"])
+def test_commands_of_its_readme_move_a_message_to_a_row(sink, tmp_path, monkeypatch, capsys):
     # Given a new pipeline
     monkeypatch.chdir(tmp_path)
-    assert ran(capsys, "init", "orders").code == 0
+    assert ran(capsys, "init", "orders", "--sink", sink).code == 0
     project = tmp_path / "orders"
     text = (project / "README.md").read_text()
     *blocks, start = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
