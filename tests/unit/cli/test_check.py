@@ -317,13 +317,13 @@ class PubSub(Passing):
 
 class Tables(Passing):
     producer = Producer()
-    batchers: ClassVar = {
+    batchers = {
         "default": Batcher(engine="python", sink=PostgresTable(table="a.b", conn_id="pg")),
         "other": Batcher(engine="python", sink=IcebergTable(table="a.b", conn_id="ice")),
     }
 
 
-CONNECTIONS = {
+CONNECTIONS: dict[str, dict[str, Any]] = {
     "rabbitmq_default": {
         "conn_type": "rabbitmq",
         "host": NOBODY,
@@ -403,7 +403,7 @@ def test_placeholder_in_a_connection_is_an_error(monkeypatch, capsys):
 
 class OnSpark(Passing):
     producer = Producer()
-    batchers: ClassVar = {"default": Batcher()}
+    batchers = {"default": Batcher()}
 
 
 def test_java_that_is_missing_is_an_error_of_spark_batchers_only(tmp_path, monkeypatch, capsys):
