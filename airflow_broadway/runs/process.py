@@ -46,6 +46,7 @@ from airflow_broadway.runs.applied import AppliedMessages
 from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, open_generation
 from airflow_broadway.runs.settle import settle
+from airflow_broadway.runs.sinks import claim_interval
 from airflow_broadway.runs.sources.pipelines import prepare_sink
 from airflow_broadway.staging.archive.writer import ArchiveWriter, NoArchive
 from airflow_broadway.staging.received import ReceivedWriter
@@ -114,6 +115,7 @@ class Process:
             with closing(producer.source(source)) as self._source:
                 record = open_generation(self.staged, self.pipeline, self._source.lease)
                 try:
+                    claim_interval(self.staged, self.pipeline, record, self.ports.is_over)
                     manifest = self._pull()
                 except BaseException:  # also on KeyboardInterrupt and a time-out; re-raised
                     # Nothing of this execution counts: release the messages now, instead of when
@@ -384,6 +386,7 @@ class Process:
                 void=True,
                 own=True,
                 batchers=(),
+                connections=self.ports.connections,
             )
             return settled.report
         except (StagingError, OSError) as error:

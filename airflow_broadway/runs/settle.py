@@ -21,7 +21,7 @@ from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.dead_letter_table import commit_rows_of, fix_decision
-from airflow_broadway.runs.sinks import resolve, rule_out_deletion
+from airflow_broadway.runs.sinks import deletes_rows, resolve, rule_out_deletion
 from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.applied import claims_of, note_applied
 from airflow_broadway.staging.archive.publication import publish
@@ -104,7 +104,7 @@ def settle(
         only = sinks if void else None
         _check_removed_batchers(run, record, pipeline, recorded)
         settlement, complete, progress, plans = decide()
-        if sinks and not complete:
+        if not complete and (sinks or deletes_rows(pipeline, record)):
             # From the intent on no try begins a commit; those begun before are ruled out.
             begin_settlement(run, record, settlement)
             recorded.forget_outcomes()  # there may be more plans, batches and outcomes since

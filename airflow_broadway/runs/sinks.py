@@ -8,13 +8,13 @@ process that wakes up later cannot commit rows of messages that were redelivered
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
 
 from airflow_broadway.core.custody.producer import ProducerEnv
-from airflow_broadway.core.errors import ConversionError, PipelineError
+from airflow_broadway.core.errors import ConversionError, LeaseLapsed, PipelineError
 from airflow_broadway.core.formats.commits import (
     commit_id,
     commit_ids,
@@ -28,14 +28,14 @@ from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.connections import Connections
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_source import Interval, RunSource
-from airflow_broadway.core.model.sink import Commit, Sink, SinkClient, SinkEnv
+from airflow_broadway.core.model.sink import Commit, Sink, SinkClient, SinkEnv, SinkError
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.core.stages.batch_processor import CommitRows
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.staging.plan_choice import Recorded
-from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
+from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun, iter_unsettled
 from airflow_broadway.staging.store import host_name
 
 log = logging.getLogger(__name__)
@@ -173,6 +173,48 @@ def time_sinks(pipeline: Pipeline) -> list[Sink]:
     return [sink for sink in tables.values() if sink.time_column]
 
 
+def claim_interval(
+    run: StagedRun, pipeline: Pipeline, record: GenerationRecord, is_over: Callable[[str], bool]
+) -> None:
+    """Checks that no other execution is replacing or adding rows of an interval.
+
+    The record of a generation is its claim, until it is settled: of two that are opened at the same
+    time, at least one reads the record of the other.  A process that was paused before it opened
+    its generation, and that nobody waits for any more, stops here; one that is paused later is
+    refused by the tables.
+
+    :param record: The generation that was opened to handle a past interval, or a past run.
+    :param is_over: See :class:`airflow_broadway.runs.ports.Ports`.
+    :raises SinkError: If another one is not settled yet; a retry may succeed.
+    :raises LeaseLapsed: If a later try of this task has begun, or its run is over.
+    """
+    source = RunSource.from_json(record.source)
+    sinks = time_sinks(pipeline) if source.is_whole else []
+    if not sinks:
+        return
+    tries = [
+        other.try_number
+        for other in run.generations([record.task_id])
+        if other.map_index == record.map_index
+    ]
+    if max(tries) > record.try_number or is_over(record.run_id):
+        raise LeaseLapsed(
+            f"try {record.try_number} of {record.task_id!r} begins after its run, or a later try of"
+            " it, has ended: it would delete rows that nothing writes again"
+        )
+    task = (record.dag_id, record.run_id, record.task_id, record.map_index)
+    for _, other in iter_unsettled(run.store, run.pipeline, None):
+        holder = (other.dag_id, other.run_id, other.task_id, other.map_index)
+        if other.generation == record.generation or (holder[:2] == task[:2] and holder != task):
+            continue  # the other process tasks of this run receive nothing
+        if source.rewrites_rows_of(RunSource.from_json(other.source)):
+            raise SinkError(
+                f"run {other.run_id!r} of the Dag {other.dag_id!r} (try {other.try_number}) writes"
+                f" rows of the same time to {sinks[0].uri} and is not settled yet: nothing was"
+                " handled; retry once it has ended, or clear its `ack` task if it has died"
+            )
+
+
 def delete_interval(pipeline: Pipeline, env: ProducerEnv, interval: Interval) -> None:
     """Deletes the rows of an interval in sinks with a time column, once per generation.
 
@@ -190,6 +232,11 @@ def delete_interval(pipeline: Pipeline, env: ProducerEnv, interval: Interval) ->
             land(client, commit, partial(client.delete, interval, commit))
 
 
+def deletes_rows(pipeline: Pipeline, record: GenerationRecord) -> bool:
+    """Whether a generation may delete the rows of an interval."""
+    return RunSource.from_json(record.source).interval is not None and bool(time_sinks(pipeline))
+
+
 def rule_out_deletion(
     pipeline: Pipeline, record: GenerationRecord, connections: Connections
 ) -> None:
@@ -197,9 +244,7 @@ def rule_out_deletion(
 
     :raises SinkError: If a table cannot be reached.
     """
-    if RunSource.from_json(record.source).interval is None:
-        return
-    for sink in time_sinks(pipeline):
+    for sink in time_sinks(pipeline) if deletes_rows(pipeline, record) else ():
         with closing(sink.open(SinkEnv(connections=connections))) as client:
             client.rule_out([deletion_id(record.generation)])
 

@@ -120,7 +120,7 @@ class ProcessTask(PullTask):
         super().__post_init__()
         self._process: Process | PastRun
         if self.source.kind == RUN:
-            self._process = PastRun(self.staged, self.served, self.env)
+            self._process = PastRun(self.staged, self.served, self.env, self.ports)
         else:
             self._process = Process(
                 self.staged,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from airflow_broadway import RetryPolicy
@@ -69,7 +70,7 @@ def live_run(
                 tasks=tasks,
                 failed=(),
                 returned=dict(returned),
-                over={},
+                runs={name: SimpleNamespace(over=False)},
                 interceptor=interceptor,
                 driver=None,
             )

@@ -19,7 +19,14 @@ from airflow_broadway.testing.crashes.points import Fault, Strike
 from airflow_broadway.testing.crashes.spark import uses_spark, warm_spark
 from airflow_broadway.testing.crashes.subject import Subject
 from tests.crashes.checks import check_archive, check_order
-from tests.crashes.pipelines import PIPELINES, Commits, CommitsToIceberg, CommitsToPostgres, Struck
+from tests.crashes.pipelines import (
+    PIPELINES,
+    Commits,
+    CommitsToIceberg,
+    CommitsToPostgres,
+    ReplacesInDelta,
+    Struck,
+)
 from tests.crashes.subjects import SUBJECTS, MakeSubject
 from tests.crashes.subjects_sinks import has_postgresql, postgresql
 
@@ -53,9 +60,10 @@ SHARES = {
     "sqs letters": 0.006,
 }
 #: The pipelines of subjects for which some stand for all.
-_REFILLED = ["batches", "two batchers", "no batchers", "at once", "holds failed", "refills"]
+_REFILLED = ["batches", "two batchers", "no batchers", "at once", "holds failed"]
+_REPLACED = ["refills", "replaces in delta"]
 _ONLY: dict[str, list[str]] = {
-    "sqlite backfill": _REFILLED,
+    "sqlite backfill": [*_REFILLED, *_REPLACED],
     **{name: ["batches"] for name in SUBJECTS if name.endswith(" letters")},
 }
 #: Letters are sent back by the first task of a run; the others are as in any.
@@ -90,7 +98,7 @@ def pipelines_of(broker: str) -> list[str]:
         if (spark or not uses_spark(each))
         and not (each in NEED_POSTGRESQL and not has_postgresql())
         and not (batches and _has_no_batches(each))
-        and name != "refills"
+        and name not in _REPLACED
     ]
 
 
@@ -214,6 +222,7 @@ def made(make: MakeSubject, pipeline: type[Struck], folder: Path) -> Subject:
     """A subject with the set-up of its pipeline."""
     subject = make(pipeline, folder)
     subject.hold_failed, subject.unstaged = pipeline.hold_failed, pipeline.unstaged
+    subject.exclusive = issubclass(pipeline, ReplacesInDelta)
     subject.checks = check_archive, check_order
     if issubclass(pipeline, Commits):
         pipeline.place(subject).give()

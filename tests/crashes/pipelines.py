@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,8 +29,10 @@ from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.sinks import DeltaTable, IcebergTable, ParquetFolder, PostgresTable
 from airflow_broadway.spark import failed
 from airflow_broadway.testing.crashes.campaign import Family
-from tests.crashes.subjects_sinks import Delta, Folder, Iceberg, Place, Postgres
+from tests.crashes.subjects_sinks import Delta, DeltaByTime, Folder, Iceberg, Place, Postgres
 
+#: In the interval of backfills.
+_NOON = datetime(2013, 1, 1, 12, tzinfo=UTC)
 _PRODUCER = SqliteProducer(queue="crashes", path="/given", retry=RetryPolicy(max_attempts=2))
 
 
@@ -224,6 +227,26 @@ class Refills(Batches):
             path.unlink()
 
 
+class ReplacesInDelta(CommitsToDelta):
+    """Before a past interval is handled again its rows are deleted, at most once by each run.
+
+    A commit that fails is the failure of its batch, for good: there is no second attempt.
+    """
+
+    families = (Family.CRASHES, Family.PAIRS, Family.ZOMBIES)
+
+    batchers = {
+        "default": replace(
+            Commits.batchers["default"], sink=DeltaTable(path="/given", time_column="at")
+        )
+    }
+    place = DeltaByTime
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
+        result = super().handle_batch(batcher, messages, batch_info, context)
+        return Rows([{**row, "at": _NOON} for row in result.rows], failed=result.failed)
+
+
 PIPELINES: dict[str, type[Struck]] = {
     "batches": Batches,
     "two batchers": TwoBatchers,
@@ -239,6 +262,7 @@ PIPELINES: dict[str, type[Struck]] = {
     "commits to postgres": CommitsToPostgres,
     "commits on spark": CommitsOnSpark,
     "refills": Refills,
+    "replaces in delta": ReplacesInDelta,
     "on spark": OnSpark,
     "mixed": Mixed,
 }

@@ -103,6 +103,7 @@ class _DeltaLake:
 
         replace(deltalake.DeltaTable, "__init__", wrap("load", changes=False))
         replace(deltalake.DeltaTable, "create_write_transaction", wrap("tombstone", changes=True))
+        replace(deltalake.DeltaTable, "delete", wrap("delete", changes=True))
         replace(deltalake, "write_deltalake", wrap("append", changes=True))
 
 
@@ -119,7 +120,11 @@ class Delta(Place):
         import deltalake
         import pyarrow as pa
 
-        deltalake.DeltaTable.create(self.options["path"], schema=pa.schema({"number": pa.string()}))
+        columns = {"number": pa.string(), **self.more_columns(pa)}
+        deltalake.DeltaTable.create(self.options["path"], schema=pa.schema(columns))
+
+    def more_columns(self, pa: Any) -> dict[str, Any]:
+        return {}
 
     def read(self, folder: Path) -> list[dict[str, Any]]:
         import deltalake
@@ -128,6 +133,13 @@ class Delta(Place):
             deltalake.DeltaTable(self.options["path"]).to_pyarrow_table().to_pylist()
         )
         return rows
+
+
+class DeltaByTime(Delta):
+    """A Delta Lake table with a column of timestamps."""
+
+    def more_columns(self, pa: Any) -> dict[str, Any]:
+        return {"at": pa.timestamp("us", tz="UTC")}
 
 
 class _Psycopg:

@@ -58,6 +58,15 @@ class RunSource:
         """Whether all of it is read, regardless of budgets."""
         return self.kind in (ARCHIVE, LOG, RUN)
 
+    def rewrites_rows_of(self, other: RunSource) -> bool:
+        """Whether one of two runs replaces rows of a past interval that the other writes, too.
+
+        A past run may have messages of any interval.
+        """
+        if self.interval is None or other.interval is None:
+            return self.is_whole and other.is_whole and self.kind != other.kind
+        return self.interval.start < other.interval.end and other.interval.start < self.interval.end
+
     @property
     def goes_on(self) -> bool:
         """Whether a cleared run continues with the remaining messages; else it reads all again."""

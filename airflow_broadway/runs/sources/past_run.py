@@ -24,9 +24,10 @@ from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
-from airflow_broadway.runs.ports import open_generation
+from airflow_broadway.runs.ports import Ports, open_generation
 from airflow_broadway.runs.reading.batches import StagedBatch, staged_batches
 from airflow_broadway.runs.reading.runs import find_run
+from airflow_broadway.runs.sinks import claim_interval
 from airflow_broadway.runs.sources.archived import LEASE_SECONDS, NEVER_LAPSES
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
@@ -168,6 +169,7 @@ class PastRun:
     staged: StagedRun
     pipeline: Pipeline
     env: ProducerEnv
+    ports: Ports
     timed_out: ClassVar = False
     trouble: ClassVar = ""
     receives: ClassVar = 0
@@ -192,7 +194,8 @@ class PastRun:
             deadline=NEVER_LAPSES,
             owner=dict(self.env.owner),
         )
-        open_generation(self.staged, self.pipeline, lease)
+        record = open_generation(self.staged, self.pipeline, lease)
+        claim_interval(self.staged, self.pipeline, record, self.ports.is_over)
         by_batcher: dict[str, list[StagedBatch]] = {}
         for batch in chosen:
             by_batcher.setdefault(batch.plan.batcher, []).append(batch)

@@ -208,7 +208,7 @@ class _Case:
             run.over = True
             self._side_by_side("two", "three")
         else:
-            if recovery is Recovery.LAPSE:
+            if recovery is Recovery.LAPSE and not self._subject.exclusive:
                 self._pass_time(self._subject.lease * 1.1 + 60.0)
             else:
                 run.over = True
@@ -256,6 +256,8 @@ class _Case:
                     break
             else:
                 if execution.ended is not EndState.DONE:
+                    if beside and self._subject.exclusive:
+                        break
                     text = f"{execution.name} {execution.ended.value}, after all tries"
                     self._mistakes.append(text)
                     break

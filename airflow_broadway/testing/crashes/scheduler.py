@@ -18,11 +18,14 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from ctypes import c_bool
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from itertools import count
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from airflow_broadway.core.clock import SystemClock
@@ -58,11 +61,23 @@ class Run:
     """One run of the Dag."""
 
     run_id: str
-    #: Whether the run has ended.
-    over: bool = False
+    #: In shared memory: a suspended task that resumes reads the present value.
+    _over: Any = field(default_factory=lambda: RawValue(c_bool))
     tries: Counter[str] = field(default_factory=Counter)
     #: Task → result.
     returned: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended."""
+        return bool(self._over.value)
+
+    @over.setter
+    def over(self, over: bool) -> None:
+        self._over.value = over
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_over": SimpleNamespace(value=self.over)}
 
 
 @dataclass
@@ -257,7 +272,7 @@ class Scheduler:
                     tasks=self.tasks,
                     failed=failed,
                     returned=run.returned,
-                    over={other.run_id: other.over for other in self._runs.values()},
+                    runs=self._runs,
                     interceptor=interceptor,
                     driver=driver,
                 )

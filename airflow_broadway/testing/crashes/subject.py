@@ -74,6 +74,8 @@ class Subject(ABC):
     lapses: ClassVar[bool] = True
     #: Whether a run is one task that stages nothing, as with BroadwayRunOperator.
     unstaged = False
+    #: Whether a run refuses to begin while another one is active.
+    exclusive = False
     #: Further checks of a case: each adds violations to its account.
     checks: Sequence[Check] = ()
     #: Seconds for which the ack sensor holds the messages of failed tasks.

@@ -36,7 +36,7 @@ class Attempt:
     :param tasks: The tasks of a run, in order.
     :param failed: The tasks of this run that have finally failed.
     :param returned: The results of the other tasks of this run.
-    :param over: Run id → whether the run has ended.
+    :param runs: The runs by their ids; ``over`` is whether one has ended.
     :param driver: The driver of a task that submits to Spark.
     """
 
@@ -46,7 +46,7 @@ class Attempt:
     tasks: Sequence[str]
     failed: Sequence[str]
     returned: Mapping[str, Any]
-    over: Mapping[str, bool]
+    runs: Mapping[str, Any]
     interceptor: Interceptor
     driver: Driver | None
 
@@ -65,7 +65,7 @@ class Attempt:
 
     def is_over(self, run_id: str) -> bool:
         """Returns whether a run has ended, or is unknown."""
-        return self.over.get(run_id, True)
+        return run_id not in self.runs or bool(self.runs[run_id].over)
 
     def returned_by(self, kind: str) -> list[Any]:
         """Returns the results of tasks whose names begin with ``kind``."""

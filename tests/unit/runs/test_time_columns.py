@@ -12,14 +12,18 @@ import pyarrow as pa
 import pytest
 
 from airflow_broadway import Batcher, BatchInfo, Interval
-from airflow_broadway.core.errors import BroadwayError, PipelineError, RequestRefused
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError, RequestRefused
+from airflow_broadway.core.formats import commits
 from airflow_broadway.core.model.run_source import LOG, RUN, RunSource
+from airflow_broadway.core.model.sink import CommitInDoubt, CommitRefused, SinkEnv, SinkError
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.sinks import time_sinks
 from airflow_broadway.runs.sources.choice import SourceRequest, choose_source
 from airflow_broadway.runs.tasks import UnstagedTask
 from airflow_broadway.sinks import DeltaTable
 from airflow_broadway.sinks.delta import _Client
-from tests.unit.runs.archive_steps import NINE, Minutes, World, of_minutes
+from airflow_broadway.staging.run_folder import StagedRun
+from tests.unit.runs.archive_steps import NINE, Minutes, Run, World, of_minutes
 from tests.unit.runs.steps import precede
 
 _FIELDS: list[Any] = [
@@ -186,6 +190,145 @@ def test_past_run_is_run_again_into_a_sink_that_was_changed_since(
 
     assert rows(tmp_path / "new") == [(3, "again"), (7, "again"), (65, "again")]
     assert report["totals"]["released"] == 0
+
+
+# -- two at one time ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [(0, 60), (5, 8), (6, 90)])
+def test_second_backfill_of_an_interval_waits_until_the_first_is_settled(
+    world: World, table: Path, overlap: tuple[int, int]
+) -> None:
+    first = world.run("first", of_minutes(0, 60))
+    first.process()
+
+    with pytest.raises(SinkError, match=r"run 'first' of the Dag 'd' .* is not settled yet"):
+        world.run("second", of_minutes(*overlap)).process()
+    first.batch()
+    first.ack()
+    assert rows(table) == [(3, "first"), (7, "first"), (65, "live")]
+
+    world.backfill("second", *overlap)
+    assert [minute for minute, _ in rows(table)] == [3, 7, 65]
+    assert (7, "second") in rows(table)
+
+
+def test_second_backfill_of_another_dag_is_refused_as_well(world: World, table: Path) -> None:
+    world.run("first", of_minutes(0, 60)).process()
+    other = world.run("second", of_minutes(0, 60))
+    other.in_dag("e")
+
+    with pytest.raises(SinkError, match="of the Dag 'd'"):
+        other.process()
+
+
+def test_backfills_of_other_intervals_and_producers_of_one_run_go_on_together(
+    world: World, table: Path
+) -> None:
+    first, second = world.run("first", of_minutes(0, 60)), world.run("second", of_minutes(60, 120))
+    first.process()
+    first.process(1)
+    second.process()
+    for run in (first, second):
+        run.batch()
+        run.ack()
+
+    assert rows(table) == [(3, "first"), (7, "first"), (65, "second")]
+
+
+@pytest.mark.parametrize("backfill_first", [True, False])
+def test_backfill_and_past_run_exclude_each_other(
+    world: World, table: Path, backfill_first: bool
+) -> None:
+    sources = [of_minutes(0, 60), RunSource(kind=RUN, run_id="live")]
+    first, second = sources if backfill_first else reversed(sources)
+    world.run("first", first).process()
+
+    with pytest.raises(SinkError, match="run 'first'"):
+        world.run("second", second).process()
+
+
+def test_interval_of_a_dead_run_is_taken_over_after_its_settlement(
+    world: World, table: Path
+) -> None:
+    dead = world.run("dead", of_minutes(0, 60))
+    dead.process()
+    world.over.add("dead")
+
+    world.backfill("again")
+
+    dead.batch()
+    assert rows(table) == AFTERWARDS
+
+
+def test_of_two_that_begin_together_only_one_handles_the_interval(
+    world: World, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a process that is paused before it records its generation, until another has prepared
+    second = world.run("second", of_minutes(0, 60))
+    precede(monkeypatch, lambda *_, **__: second.process(), StagedRun, "open_generation", once=True)
+
+    with pytest.raises(SinkError, match="run 'second'"):
+        world.run("first", of_minutes(0, 60)).process()
+
+    second.batch()
+    second.ack()
+    assert rows(table) == [(3, "second"), (7, "second"), (65, "live")]
+
+
+@pytest.mark.parametrize("died", ["try", "run"])
+def test_process_that_wakes_after_its_try_or_run_is_over_deletes_nothing(
+    world: World, table: Path, monkeypatch: pytest.MonkeyPatch, died: str
+) -> None:
+    # Given a process that is paused before it records its generation, and that nobody waits for
+    def meanwhile(*_: Any, **__: Any) -> None:
+        if died == "run":
+            world.over.add("dead")
+            world.backfill("again")
+        else:
+            second = world.run("dead", of_minutes(0, 60))
+            monkeypatch.setattr(
+                second, "task", lambda *a: replace(Run.task(second, *a), try_number=2)
+            )
+            second.all()
+            world.over.clear()
+
+    precede(monkeypatch, meanwhile, StagedRun, "open_generation", once=True)
+    with pytest.raises(LeaseLapsed, match="nothing writes again"):
+        world.run("dead", of_minutes(0, 60)).process()
+
+    name = "again" if died == "run" else "dead"
+    assert rows(table) == [(3, name), (7, name), (65, "live")]
+
+
+def test_deletion_in_doubt_is_ruled_out_before_its_run_counts_as_settled(
+    world: World, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a deletion that is still on its way when the table cannot be reached any more
+    late: list[Any] = []
+
+    def lost(client: _Client, interval: Interval, commit: Any) -> None:
+        late.extend([interval, commit])
+        raise ConnectionError("reset")
+
+    def unreachable(*_: Any) -> Any:
+        raise SinkError("unreachable")
+
+    monkeypatch.setattr(commits, "_PAUSES", (0.0,))
+    with monkeypatch.context() as patched:
+        patched.setattr(_Client, "delete", lost)
+        patched.setattr(_Client, "rule_out", unreachable)
+        with pytest.raises(CommitInDoubt):
+            world.run("dead", of_minutes(0, 60)).process()
+
+    # When another run has replaced the rows, and the deletion arrives
+    world.over.add("dead")
+    world.backfill("again")
+    [sink] = time_sinks(world.pipeline("dead"))
+    with pytest.raises(CommitRefused):
+        sink.open(SinkEnv()).delete(*late)
+
+    assert rows(table) == AFTERWARDS
 
 
 class TwoColumns(Timed):
