@@ -72,31 +72,35 @@ class AppliedMessages:
 
     def sort(
         self, messages: Sequence[Message]
-    ) -> tuple[Sequence[Message], Sequence[Message], Sequence[Message]]:
+    ) -> tuple[Sequence[Message], Sequence[Message], Sequence[Message], Sequence[Message]]:
         """Sorts received messages, before they are handled.
 
-        :returns: Those to acknowledge, which are applied or copies; those to release, of which
-            another generation holds a copy; and those to handle.
+        :returns: Copies of others, to acknowledge, which the archive has under another id; those to
+            acknowledge since they are applied, which it lacks; those to release, of which another
+            generation holds a copy; and those to handle.
         :raises BroadwayError: If another generation cannot be settled, so that it is unknown
             whether a message's rows are committed.
         """
         redelivered = {message.message_id for message in messages if message.redelivered}
         if not self._active or not (redelivered or self._declared):
-            return [], [], messages
+            return [], [], [], messages
         identities = self._identities(messages) if self._by_identity else {}
         claimed = self._claim(identities, redelivered) if identities else set()
         listed = self._settle_lapsed() if redelivered else False
         if listed or identities:
             self._index.read_new(self._staged.clock.now())
-        acked, released, others = [], [], []
+        copies, applied, released, others = [], [], [], []
         for message in messages:
             identity = identities.get(message.message_id)
-            if self._is_applied(message, identity):
+            if self._is_applied(message):
                 self.already_applied += 1
-                acked.append(message)
+                applied.append(message)
+            elif self._is_copy_of_applied(message, identity):
+                self.already_applied += 1
+                copies.append(message)
             elif identity in self._handled:
                 self.duplicates += 1
-                acked.append(message)
+                copies.append(message)
             elif identity in claimed:
                 released.append(message)
             else:
@@ -108,7 +112,7 @@ class AppliedMessages:
             self._claims.reduce({key: identities[key] for key in ids}, redelivered)
         if released:
             log.info("%s released: another run holds copies.", many(len(released), "message"))
-        return acked, released, others
+        return copies, applied, released, others
 
     def _identities(self, messages: Sequence[Message]) -> dict[str, str]:
         """Returns the identities of messages of which there may be copies, by message id."""
@@ -144,10 +148,11 @@ class AppliedMessages:
         self._claims.remove_except(self._open)
         return {key for name in self._open & others.keys() for key in others[name]}
 
-    def _is_applied(self, message: Message, identity: str | None) -> bool:
-        if identity is not None and identity != message.message_id and self._index.has(identity):
-            return True
+    def _is_applied(self, message: Message) -> bool:
         return message.redelivered and self._index.has(message.message_id, self._sent_at(message))
+
+    def _is_copy_of_applied(self, message: Message, identity: str | None) -> bool:
+        return identity not in (None, message.message_id) and self._index.has(str(identity))
 
     def _sent_at(self, message: Message) -> datetime | None:
         try:

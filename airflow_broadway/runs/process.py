@@ -269,10 +269,10 @@ class Process:
         acknowledger = RunAcknowledger(producer, stager, defers=defers)
 
         def accept(messages: Sequence[Message]) -> list[Message]:
-            archive.add(messages)
+            copies, applied, released, others = self._applied.sort(messages)
+            archive.add([*applied, *released, *others])
             self._received.add(messages)
-            acked, released, others = self._applied.sort(messages)
-            stager.acknowledge(acked)
+            stager.acknowledge([*copies, *applied])
             stager.release(released)
             return acknowledger.attach(others, self.env.generation)
 

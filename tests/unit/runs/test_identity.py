@@ -8,9 +8,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import deltalake
 import pytest
 
-from airflow_broadway import RetryPolicy
+from airflow_broadway import Archive, RetryPolicy
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.run_summary import lines_of
 from airflow_broadway.producers.sqlite import SqliteProducer
@@ -129,6 +130,54 @@ def test_a_copy_in_a_later_run_is_acknowledged(
     assert numbers(later) == rows
     assert counts(report) == (5 - len(rows) - 1, 0, 0)
     assert later.depth() == (0, 0, 0, 0)
+
+
+def archived(run: Run) -> list[int]:
+    table = deltalake.DeltaTable(run.folder / "staging" / "Sums" / "_archive")
+    payloads: list[Any] = table.to_pyarrow_table()["payload"].to_pylist()
+    return sorted(map(int, payloads))
+
+
+@pytest.mark.parametrize("pipeline", [ByHeader, WithoutIds])
+def test_a_copy_that_is_acknowledged_unhandled_is_not_archived(
+    tmp_path: Path, pipeline: Any
+) -> None:
+    # Given a run that receives copies, and a later one that receives another, all of one message
+    kept = type("Kept", (pipeline,), {"archive": Archive(), "__module__": __name__})
+    first = started(tmp_path, pipeline=kept)
+    send(first, 1, 2, 2)
+    redeliver(first)
+    settled(first, first.process())
+    later = started(tmp_path, 2, kept)
+    send(later, 2, 3)
+    redeliver(later)
+    settled(later, later.process())
+
+    assert numbers(later) == [1, 2, 3]
+    assert archived(later) == [1, 2, 3]
+
+
+def test_a_message_that_comes_again_is_archived_once_although_it_is_not_handled(
+    tmp_path: Path,
+) -> None:
+    # Given a run whose lease lapses after its commit, so that it has archived nothing
+    kept = type("Kept", (ByHeader,), {"archive": Archive(), "__module__": __name__})
+    first = started(tmp_path, pipeline=kept)
+    send(first, 1, 2)
+    redeliver(first)
+    handle(first, first.process())
+    lapse(first)
+
+    # When the messages come again, and a copy of one
+    later = started(tmp_path, 2, kept)
+    send(later, 2)
+    redeliver(later)
+    report = settled(later, later.process())
+    first.ack()
+
+    assert counts(report)[0] == 3
+    assert numbers(later) == [1, 2]
+    assert archived(later) == [1, 2]
 
 
 @pytest.mark.parametrize("pipeline", [ByHeader, WithoutIds])
