@@ -297,6 +297,9 @@ class Pipeline:
             return None
         abstract: Any = Sink
         table: Sink = _merge(abstract, "dead_letter_table", rule, declared, own, rendered)
+        if table.time_column is not None:
+            rule = "no value, since no run replaces the rows of dead letters"
+            raise OptionsError("dead_letter_table.time_column", rule, table.time_column)
         return table
 
     def _batchers(self, overrides: Any, rendered: bool) -> dict[str, Batcher]:

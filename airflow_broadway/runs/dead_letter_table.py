@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from hashlib import sha256
-from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import pyarrow as pa
 
@@ -35,6 +34,8 @@ from airflow_broadway.staging.names import encode_name
 from airflow_broadway.staging.received import plain_text, received_rows
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.settling.journal import settling_record
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,11 @@ def check_table(run: StagedRun, pipeline: Pipeline, connections: Connections) ->
     folder = run.store.folder(f"{encode_name(run.pipeline)}/_dead_letter_table")
     if not folder.exists(f"{digest}.json"):
         with closing(_Table(pipeline, connections)) as writer:
-            writer.commit(f"check.{uuid.uuid4().hex}", [])
+            try:
+                writer.commit(f"check.{uuid.uuid4().hex}", [])
+            except SinkError as error:
+                columns = ", ".join(COLUMNS.names)
+                raise SinkError(f"{error}; its columns must be {columns}") from None
         folder.create(f"{digest}.json", json.dumps({"version": VERSION, "uri": table.uri}))
 
 
@@ -125,7 +130,8 @@ def commit_rows_of(
     files = [] if manifest is None else manifest.received_files
     count = 0
     with closing(_Table(pipeline, connections)) as writer:
-        for number, rows in enumerate(_parts(_rows(run, files, letters, common))):
+        every = _rows(run, files, letters, common)
+        for number, rows in enumerate(_parts(every, lambda row: row["payload"])):
             writer.commit(f"{record.generation}.{number:05d}", rows)
             count += len(rows)
     log.info("%s: rows of %s.", writer.uri, many(count, "dead letter"))
@@ -180,7 +186,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows in order of their letters' parts; memory holds one part of the letters."""
     seen: set[str] = set()
-    while part := list(islice(letters, MAX_ROWS)):
+    for part in _parts(letters, lambda letter: letter[0].payload):
         by_id = {plain_text(letter[0].message_id): letter for letter in part}
         for key in seen & by_id.keys():
             del by_id[key]
@@ -224,13 +230,15 @@ def _decoded(payload: bytes | None) -> str | None:
         return None
 
 
-def _parts(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Splits rows by count and bytes; the same rows are split alike."""
-    part: list[dict[str, Any]] = []
+def _parts(
+    items: Iterable[T], payload_of: Callable[[T], bytes | bytearray | None]
+) -> Iterator[list[T]]:
+    """Splits letters or rows by count and bytes of payloads; the same ones are split alike."""
+    part: list[T] = []
     size = 0
-    for row in rows:
-        part.append(row)
-        size += len(row["payload"] or b"")
+    for item in items:
+        part.append(item)
+        size += len(payload_of(item) or b"")
         if len(part) >= MAX_ROWS or size >= MAX_BYTES:
             yield part
             part, size = [], 0

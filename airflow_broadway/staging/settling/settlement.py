@@ -21,7 +21,7 @@ from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.plan_choice import Recorded
-from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
+from airflow_broadway.staging.run_folder import SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settling.held_messages import HeldMessages
 from airflow_broadway.staging.settling.journal import (
     Progress,
@@ -168,10 +168,11 @@ def settle_generation(
     :param between: An idempotent step that belongs to the settlement.
     :raises BroadwayError: Any error of the custodian; the generation then remains unsettled.
     """
-    if not begin_settlement(run, record, settlement, by=by):
-        done = settled_journal(run, record.generation)
-        if done is not None:
-            return done.report
+    begun = begin_settlement(run, record, settlement, by=by)
+    done = None if begun else settled_journal(run, record.generation)
+    if done is not None:
+        return done.report
+    if record.state == SETTLING:
         log.info("generation %s: resuming a settlement begun before", record.generation)
     report = custodian.settle(run.lease(record), settlement)
     between(report)

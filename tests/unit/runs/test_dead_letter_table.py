@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import pyarrow.dataset as ds
 import pytest
 
 from airflow_broadway import BatchInfo, Message
+from airflow_broadway.core.custody.protocol import DeadLettered, Entry
+from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.local.run import run_local
 from airflow_broadway.core.model.run_source import RUN, RunSource
@@ -23,7 +25,7 @@ from airflow_broadway.operators.run import check_unstaged
 from airflow_broadway.producers.sqlite.producer import _Custodian
 from airflow_broadway.runs import dead_letter_table
 from airflow_broadway.runs import settle as settle_module
-from airflow_broadway.runs.dead_letter_table import COLUMNS, check_table
+from airflow_broadway.runs.dead_letter_table import COLUMNS, check_table, commit_rows_of
 from airflow_broadway.runs.tasks import BatchTask, ProcessTask
 from airflow_broadway.sinks import DeltaTable, ParquetFolder
 from airflow_broadway.sinks.parquet import _Disk
@@ -281,6 +283,73 @@ def test_many_rows_are_several_commits(tmp_path: Path, monkeypatch: pytest.Monke
     ids = sorted(path.stem for path in (tmp_path / "dead/_commits").iterdir())
     assert [name[-6:] for name in ids] == [".00000", ".00001", ".00002"]
     assert all(re.fullmatch(r"[0-9a-z.-]{1,64}", name) for name in ids)
+
+
+def test_memory_is_bounded_by_the_bytes_of_payloads(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given dead letters that have their payloads with them, as at a broker that republishes
+    reference = run.process()
+    record = run.staged.generation(reference["generation"])
+    monkeypatch.setattr(dead_letter_table, "MAX_BYTES", 4_000)
+    drawn, committed, held = 0, 0, []
+
+    def letters() -> Iterator[DeadLettered]:
+        nonlocal drawn
+        for number in range(100):
+            drawn += 1
+            verdict = Verdict(Action.DEAD_LETTER, reason="five")
+            entry = Entry(f"m{number}", "", verdict, 1, b"%d" % number + b" " * 1_000)
+            yield entry, "", ""
+
+    def count(_: Any, commit_id: str, rows: list[Any]) -> None:
+        nonlocal committed
+        held.append(drawn - committed)
+        committed += len(rows)
+
+    precede(monkeypatch, count, dead_letter_table._Table, "commit")
+    commit_rows_of(
+        run.staged, record, run.pipeline, letters(), run.staged.clock.now(), run.ports.connections
+    )
+
+    assert [int(row["payload"]) for row in rows(run)] == [*range(100)]
+    assert (len(held), max(held)) == (25, 4)
+
+
+def test_a_table_of_something_else_is_refused_with_the_columns(tmp_path: Path) -> None:
+    path = tmp_path / "orders"
+    deltalake.DeltaTable.create(str(path), schema=pa.schema({"id": pa.int64()}))
+
+    class InDelta(Tabled):
+        name = "Sums"
+        dead_letter_table = DeltaTable(path="/replaced")
+
+    run = make(tmp_path, pipeline=InDelta, table={"path": str(path)})
+    with pytest.raises(SinkError, match="its columns must be message_id, payload, payload_text, "):
+        check_table(run.staged, run.pipeline, run.ports.connections)
+
+
+def test_a_time_column_is_refused() -> None:
+    class Timed(Tabled):
+        dead_letter_table = DeltaTable(path="/lake/dead", time_column="settled_at")
+
+    with pytest.raises(OptionsError, match=r"dead_letter_table\.time_column.*expected no value"):
+        Timed()
+
+
+@pytest.mark.parametrize("dies_first", [False, True])
+def test_the_log_tells_of_a_resumed_settlement_only_if_it_is_one(
+    run: Run, caplog: pytest.LogCaptureFixture, dies_first: bool
+) -> None:
+    run.batch(run.process())
+    if dies_first:
+        dies(run.ack, Point("airflow_broadway.runs.settle.fix_decision", "before"))
+    caplog.set_level(logging.INFO)
+
+    run.ack()
+
+    assert ("resuming a settlement begun before" in caplog.text) is dies_first
+    assert numbers(run) == DEAD
 
 
 @pytest.mark.parametrize("missing", [None, "batch_id"])
