@@ -12,6 +12,7 @@ greater one it would follow a commit that has landed.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -181,7 +182,7 @@ class _Client(SinkClient):
 
     def delete(self, interval: Interval, commit: Commit) -> None:
         column = self._sink.time_column
-        start, end = (f"'{time.isoformat()}'" for time in interval)
+        start, end = (f"'{bound.isoformat()}'" for bound in interval)
 
         def delete(table: Any, properties: Any) -> None:
             deleted = table.delete(
@@ -256,10 +257,11 @@ class _Client(SinkClient):
         return recorded
 
     def _properties(self, version: int, attempts: Mapping[str, int]) -> Any:
-        transaction = self._deltalake.Transaction
+        # Without a time a table never forgets them, whatever its retention.
+        transaction, now = self._deltalake.Transaction, int(time.time() * 1000)
         return self._deltalake.CommitProperties(
             custom_metadata={"userMetadata": _user_metadata(attempts)},
-            app_transactions=[transaction(name, version) for name in attempts],
+            app_transactions=[transaction(name, version, now) for name in attempts],
         )
 
 

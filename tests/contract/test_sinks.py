@@ -23,6 +23,7 @@ from typing import Any
 import deltalake
 import psycopg
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from airflow_broadway import Batcher
@@ -340,6 +341,38 @@ def test_a_delta_table_that_forgets_commits_is_refused(tmp_path: Path, spark: bo
     kind = SparkSubject if spark else SinkSubject
     with pytest.raises(SinkError, match="forgets commits"):
         kind(DeltaTable(path=folder), list).open()
+
+
+def test_delta_forgets_commits_older_than_its_retention_and_refuses_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a table with a commit and a tombstone of 41 days ago, and of 39 days ago
+    folder, day = str(tmp_path / "table"), 86_400
+    kept = {"delta.setTransactionRetentionDuration": "interval 40 days"}
+    deltalake.DeltaTable.create(folder, schema=rows_of("a").schema, configuration=kept)
+    client: Any = DeltaTable(path=folder).open(SinkEnv())
+    for age in (41, 39):
+        with monkeypatch.context() as patched:
+            now = time.time() - age * day
+            patched.setattr(delta, "time", SimpleNamespace(time=lambda now=now: now))
+            client.commit(rows_of("a"), commit_of(f"b{age}.0"))
+            tombstone = client._properties(2, {f"t{age}.0": 0})
+            table = client.load()
+            table.create_write_transaction(
+                [], "append", table.schema(), commit_properties=tombstone
+            )
+
+    assert {*client.landed(["b41.0", "b39.0"])} == {"b39.0"}
+    for name in ("b39.0", "t39.0"):
+        with pytest.raises(CommitRefused):
+            client.commit(rows_of("b"), commit_of(name, 2))
+    for name in ("b41.0", "t41.0"):
+        client.commit(rows_of("b"), commit_of(name, 2))
+    table = deltalake.DeltaTable(folder)
+    table.create_checkpoint()
+    log = pq.read_table(next((tmp_path / "table/_delta_log").glob("*.checkpoint.parquet")))
+    assert {t["appId"] for t in log["txn"].to_pylist() if t} >= {"b39.0", "t39.0"}
+    assert all(t["lastUpdated"] for t in log["txn"].to_pylist() if t)
 
 
 def test_a_removed_history_of_delta_is_one_error(tmp_path: Path) -> None:

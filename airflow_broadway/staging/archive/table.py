@@ -85,6 +85,9 @@ _PROPERTIES: Final = {
     _VERSION: str(VERSION),
     # A reader of the log reads the last checkpoint and one file per commit since.
     "delta.checkpointInterval": "10",
+    # Longer than any lease, and than any broker keeps a message: afterwards no settlement appends
+    # a generation again, unless its Dag was not run in the meantime.
+    "delta.setTransactionRetentionDuration": "interval 90 days",
 }
 #: Commits that another writer refuses before this is an error.
 _TRIES: Final = 50
@@ -276,7 +279,10 @@ def sync_log(archive: Folder, after: int = -1) -> None:
         # The name of the pointer to the last checkpoint is greater than any number.
         paths = [entry.path for entry in entries if entry.name > f"{after:020d}"]
     for path in paths:
-        number = os.open(path, os.O_RDONLY)
+        try:
+            number = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # the temporary file of a concurrent commit, renamed since
+            continue
         try:
             os.fsync(number)
         finally:
@@ -301,7 +307,9 @@ def append(
     :raises StagingError: If the table cannot be written.
     """
     delta = import_deltalake(archive.store)
-    properties = delta.CommitProperties(app_transactions=[delta.Transaction(key, 1)])
+    # By the clock that delta-rs uses to forget it; ``now`` may be a run's own.
+    transaction = delta.Transaction(key, 1, int(time.time() * 1000))
+    properties = delta.CommitProperties(app_transactions=[transaction])
     at = int(now.timestamp() * 1000)
     actions = [
         delta.transaction.AddAction(

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from deltalake import DeltaTable
 
 from airflow_broadway.core.model.run_source import Interval
+from airflow_broadway.staging.archive import table
 from airflow_broadway.staging.archive.reader import look, tables
 from airflow_broadway.staging.archive.table import archive_folder, maintain
 from airflow_broadway.staging.store import Store
@@ -194,6 +196,17 @@ def test_killed_appends_are_repeated_once(tmp_path, kills):
     # Then each is there once, and the table is whole
     assert generations_in(archive) == [f"{number:032x}" for number in range(last + 2)]
     assert look(archive).lost == ()
+
+
+def test_archive_forgets_generations_older_than_ninety_days(tmp_path, monkeypatch):
+    store, day = Store.open(f"file://{tmp_path}"), 86_400
+    for age in (91, 89):
+        with monkeypatch.context() as patched:
+            clock = SimpleNamespace(time=lambda age=age: time.time() - age * day, sleep=time.sleep)
+            patched.setattr(table, "time", clock)
+            append_message(store, age)
+    newest = table.open_table(archive_folder(store, "p"))
+    assert [table.has_appended(newest, f"{age:032x}") for age in (91, 89)] == [False, True]
 
 
 def test_late_settlement_appends_nothing_twice(world, monkeypatch):
