@@ -291,9 +291,9 @@ class _BatchSink:
         except Overtaken as overtaken:
             return batch.record_landed(overtaken.attempt), BatchResult([], [], [])
         if self._has_sink and not self._committed:
-            earlier = batch.record_earlier(self._commits.rule_out)
-            if earlier is not None:
-                return earlier, BatchResult([], [], [])
+            other = batch.record_other(self._commits.rule_out, len(result.failed))
+            if other is not None:
+                return other, BatchResult([], [], [])
         self._release(result)
         outcome = batch.record(
             successful=len(result.successful),

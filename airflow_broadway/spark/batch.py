@@ -215,9 +215,9 @@ class _Batch:
             )
         self._app.check_alive()
         if self._sink is not None and not committed:
-            earlier = self._batch.record_earlier(self._rule_out)
-            if earlier is not None:
-                return earlier
+            other = self._batch.record_other(self._rule_out, counts.failed)
+            if other is not None:
+                return other
         return self._batch.record(
             successful=size - counts.failed - counts.missing,
             failed=counts.failed,

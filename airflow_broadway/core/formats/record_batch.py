@@ -224,24 +224,32 @@ class OpenBatch:
         landed = dict.fromkeys(ids, attempt)
         return record_landed(recorder.files, plan, ids, landed, by=recorder.writer)[0]
 
-    def record_earlier(self, rule_out: Callable[[list[str]], Mapping[str, int]]) -> Outcome | None:
+    def record_other(
+        self, rule_out: Callable[[list[str]], Mapping[str, int]], failed: int
+    ) -> Outcome | None:
         """Rules the batch's commit out, before an outcome of a batch without rows is recorded.
 
-        Otherwise a paused earlier try could still commit rows of messages that failed here.
+        Otherwise a paused earlier try could still commit rows of messages that failed here, or a
+        later one, if this one is paused before it records them.
 
         :param rule_out: As of :class:`.SinkClient`.
-        :returns: The outcome of an earlier try, if its commit has landed.
+        :param failed: The number of messages that failed.
+        :returns: The outcome of another try, if its commit has landed.
         :raises LeaseLapsed: If this run no longer holds the batch's messages.
         :raises CommitInDoubt: If the sink cannot be reached.
         """
         recorder = self._recorder
-        if recorder.ownership.try_number <= 1:
+        first = recorder.ownership.try_number <= 1
+        if first and not failed:
             return None
         recorder.ownership.check(self._batch.sources, fresh=recorder.fresh)
         ids = commit_ids(recorder.plan, [self._batch])
         try:
             landed = rule_out(list(ids))
         except Exception as error:
+            if first:  # the reason why they failed, most likely
+                log.warning("The sink cannot be reached: %s", reason_of(error))
+                return None
             raise CommitInDoubt(
                 f"an earlier try may commit the batch {self._batch.batch_id}, and its sink cannot"
                 f" be reached to rule that out ({reason_of(error)})"

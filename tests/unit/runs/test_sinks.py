@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ import pytest
 from airflow_broadway import Batcher, BatchInfo, Message, Rows
 from airflow_broadway.core.errors import BroadwayError, OptionsError, PipelineError
 from airflow_broadway.core.formats.ownership import OwnershipLost
+from airflow_broadway.core.formats.record_batch import BatchRecorder
 from airflow_broadway.core.local.run import run_local
 from airflow_broadway.core.model.connections import NoConnections
 from airflow_broadway.core.model.sink import SinkClient, SinkEnv, SinkError, SinkWarning
@@ -207,6 +209,44 @@ def test_a_paused_try_commits_nothing_once_its_batch_has_failed(
     # Then no row is of a message that failed
     assert numbers(run) == []
     assert len(run.dead()) == 25
+
+
+def test_a_try_that_is_paused_while_it_records_a_failure_fails_nothing_that_was_committed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a first try in which every batch fails, paused immediately before it records that, while
+    # a second one dies between its first commit and the outcome
+    pulled = run.process()
+    handle = Folder.handle_batch
+
+    def refuse(*_: Any) -> Any:
+        raise ValueError("no")
+
+    def second(*_: Any) -> None:
+        task = os.fork()
+        if task:
+            os.waitpid(task, 0)
+            return
+        own, commit = os.getpid(), Commits.commit
+
+        def last(*args: Any) -> None:  # in a process of the task, which handles suspects
+            commit(*args)
+            os.kill(own, signal.SIGKILL)
+            os._exit(9)
+
+        monkeypatch.setattr(Folder, "handle_batch", handle)
+        monkeypatch.setattr(Commits, "commit", last)
+        batch(run, pulled, try_number=2)
+        os._exit(1)
+
+    monkeypatch.setattr(Folder, "handle_batch", refuse)
+    precede(monkeypatch, second, BatchRecorder, "record", once=True)
+    with suppress(OwnershipLost):
+        batch(run, pulled)
+    run.ack()
+
+    # Then each message is either in the table or dead
+    assert not {*numbers(run)} & {*run.dead()}
 
 
 class Poisoned(Folder):
