@@ -9,17 +9,17 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 842,
     "cli/": 1_511,
-    "core/": 8_610,
+    "core/": 8_622,
     "hooks/": 80,
     "operators/": 775,
     "plugin/": 1_900,
-    "runs/": 5_639,
+    "runs/": 5_683,
     "sensors/": 362,
-    "sinks/": 1_130,
+    "sinks/": 1_131,
     "spark/": 1_705,
-    "staging/": 4_345,
+    "staging/": 4_347,
     "submit/": 500,
-    "testing/": 3_765,
+    "testing/": 3_776,
     "triggers/": 209,
     "*.py": 591,
     "producers/engine/": 1_760,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 44_804,
-    "tests and scripts": 69_063,
+    "package": 44_882,
+    "tests and scripts": 69_355,
 }
 
 MODULE = '''"""A module.
