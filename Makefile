@@ -10,7 +10,7 @@ PYTEST = $(RUN) --rabbitmq --kafka --tables --quick-spark --in-memory --airflow 
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all test-browser docs screens lint bench faults cluster test-cluster mutants lock clean distclean
+.PHONY: help setup demo up test test-all test-browser docs screens lint matrix dist bench faults cluster test-cluster mutants lock clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +46,13 @@ lint: ## ruff, its formatter, the arrows between rooms, mypy --strict; code line
 	@$(RUN) lint-imports --no-logo
 	@$(RUN) mypy
 	@$(RUN) python -m scripts.count_code
+
+matrix: ## The built wheel on each supported Airflow and Python, in environments of build/matrix
+	@$(RUN) pytest -v --durations 10 tests/matrix $(ARGS)
+
+dist: ## Wheel and sdist in dist/, built the same each time, and checked
+	@$(RUN) pytest -v tests/dist $(ARGS)
+	@rm -rf dist && $(RUN) python -m hatchling build
 
 bench: ## Messages per second of each stage and of the whole; build/bench.json
 	@$(RUN) --kafka --airflow airflow-bench python -m tests.benchmarks $(ARGS)
