@@ -23,11 +23,9 @@ RELEASES = {
     "3.2.2": ("2026-05-30", ("3.11", "3.12", "3.13", "3.14")),
     "3.3.2": ("2026-09-18", ("3.11", "3.12", "3.13", "3.14")),
 }
-#: The lowest versions of pyproject.toml, others of a day; Airflow 3.1.0 breaks with newer ones.
-LOWEST = (
-    *("--resolution", "lowest-direct", "--exclude-newer", next(iter(RELEASES.values()))[0]),
-    "structlog<25.5",
-)
+#: The lowest versions of pyproject.toml, but for Airflow: 3.1.0 breaks with newer packages, by
+#: itself.
+LOWEST = ("--resolution", "lowest-direct", "--exclude-newer", "2026-03-12", "apache-airflow>=3.1.8")
 RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
