@@ -10,6 +10,8 @@ from typing import Any
 
 from airflow.providers.common.compat.sdk import conf
 
+from airflow_broadway.adapters.versions import parse_folder
+
 
 def add_dag_folders() -> list[str]:
     """Adds the newest version of each Dag bundle to ``sys.path``.
@@ -24,15 +26,13 @@ def parse_dags() -> tuple[list[Any], dict[str, str]]:
 
     :returns: The Dags, and the import error of each file, or of each bundle that cannot be fetched.
     """
-    from airflow.dag_processing.dagbag import DagBag
-
     dags: list[Any] = []
     errors: dict[str, str] = {}
     for path, failure in _bundles():
         if failure:
             errors[path] = failure
             continue
-        bag = DagBag(path)
+        bag = parse_folder(path)
         dags += bag.dags.values()
         errors |= bag.import_errors
     return dags, errors

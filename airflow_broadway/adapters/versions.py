@@ -7,6 +7,7 @@ have is imported where it is used, through ``airflow.providers.common.compat.sdk
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from typing import Any
 
 import airflow
@@ -33,6 +34,15 @@ def is_durable(operator: Any) -> bool:
     Resuming needs the Spark provider 6.3, and the task state store of Airflow 3.3.
     """
     return bool(getattr(operator, "durable", False))
+
+
+def parse_folder(path: str) -> Any:
+    """Returns the ``DagBag`` of a folder; Airflow 3.1 has the class in another module."""
+    try:
+        module = import_module("airflow.dag_processing.dagbag")
+    except ImportError:
+        module = import_module("airflow.models.dagbag")
+    return module.DagBag(path)
 
 
 def teams_of(dag_ids: Collection[str]) -> Mapping[str, str | None]:

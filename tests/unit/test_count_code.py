@@ -7,7 +7,7 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 842,
+    "adapters/": 849,
     "cli/": 1_511,
     "core/": 8_622,
     "hooks/": 80,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 44_882,
-    "tests and scripts": 69_682,
+    "package": 44_889,
+    "tests and scripts": 69_687,
 }
 
 MODULE = '''"""A module.

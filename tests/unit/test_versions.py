@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import airflow_broadway
-from airflow_broadway.adapters.versions import is_durable, tracks_driver
+from airflow_broadway.adapters.versions import is_durable, parse_folder, tracks_driver
 
 PACKAGE = Path(airflow_broadway.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "versions.py")
@@ -92,3 +92,11 @@ def test_one_way_of_tracking_suffices(which):
 
     assert tracks_driver(hook)
     assert is_durable(SimpleNamespace(durable=True))
+
+
+def test_dag_folder_is_parsed_where_airflow_3_1_has_the_parser(monkeypatch):
+    parser = SimpleNamespace(DagBag=lambda path: f"Dags of {path}")
+    monkeypatch.setitem(sys.modules, "airflow.dag_processing.dagbag", None)
+    monkeypatch.setitem(sys.modules, "airflow.models.dagbag", parser)
+
+    assert parse_folder("/dags") == "Dags of /dags"
