@@ -201,7 +201,7 @@ def _check_arguments(
     :raises OptionsError: Naming the valid arguments and the nearest.
     """
     named = [*signature(function).parameters.values(), *signature(of).parameters.values()]
-    valid = {each.name for each in named if each.kind is not Parameter.VAR_KEYWORD} - {"pipeline"}
+    valid = {item.name for item in named if item.kind is not Parameter.VAR_KEYWORD} - {"pipeline"}
     for name, value in given.items():
         if name not in valid:
             raise OptionsError.unknown(f"{path}.{name}", value, valid)

@@ -137,13 +137,13 @@ def _batchers(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     """By batcher: messages, batches, what became of them, and batches by trigger."""
     batchers: dict[str, dict[str, Any]] = {}
     for run in runs:
-        for name, told in (run.report.get("batchers") or {}).items():
+        for name, result in (run.report.get("batchers") or {}).items():
             counts = batchers.setdefault(
                 name, {"messages": 0, "batches": 0, "successful": 0, "failed": 0, "triggers": {}}
             )
             for key in ("messages", "batches", "successful", "failed"):
-                counts[key] += told.get(key, 0)
-            for trigger, batches in told.get("triggers", {}).items():
+                counts[key] += result.get(key, 0)
+            for trigger, batches in result.get("triggers", {}).items():
                 counts["triggers"][trigger] = counts["triggers"].get(trigger, 0) + batches
     return batchers
 
@@ -366,9 +366,9 @@ def _sum_table(report: Mapping[str, Any]) -> Table:
 
 def _batch_table(report: Mapping[str, Any]) -> Table:
     table = _table("batcher", "messages", "batches", "by trigger")
-    for name, told in report["batchers"].items():
-        triggers = ", ".join(f"{count} {name}" for name, count in told["triggers"].items())
-        table.add_row(name, f"{told['messages']:,}", f"{told['batches']:,}", triggers)
+    for name, result in report["batchers"].items():
+        triggers = ", ".join(f"{count} {name}" for name, count in result["triggers"].items())
+        table.add_row(name, f"{result['messages']:,}", f"{result['batches']:,}", triggers)
     return table
 
 

@@ -31,7 +31,7 @@ def load(settings: dict[str, Any], messages: int | None = None, seed: int | None
     producer = Producer({**settings, "enable.idempotence": True, "linger.ms": 20})
     failed: list[Any] = []
 
-    def told(error: Any, _: Any) -> None:
+    def report(error: Any, _: Any) -> None:
         if error is not None:
             failed.append(error)
 
@@ -40,7 +40,7 @@ def load(settings: dict[str, Any], messages: int | None = None, seed: int | None
         body = json.dumps(flight, separators=(",", ":"))
         while True:
             try:
-                producer.produce(TOPIC, body, str(flight["carrier"]), on_delivery=told)
+                producer.produce(TOPIC, body, str(flight["carrier"]), on_delivery=report)
                 break
             except BufferError:  # the client's own queue is full
                 producer.poll(0.1)

@@ -320,8 +320,8 @@ def _lock_home(home: Path) -> IO[str] | None:
         lock.close()
         return None
     lock.seek(0)
-    if told := lock.read().split():
-        kill_by_token(told[0])
+    if result := lock.read().split():
+        kill_by_token(result[0])
     lock.truncate(0)
     return lock
 

@@ -223,7 +223,7 @@ class FakeSqs:
         self,
         action: str,
         arguments: dict[str, Any],
-        each: Callable[[_Queue, dict[str, Any]], dict[str, Any] | None],
+        item: Callable[[_Queue, dict[str, Any]], dict[str, Any] | None],
     ) -> dict[str, Any]:
         entries = arguments["Entries"]
         assert 1 <= len(entries) <= 10, "SQS takes up to ten entries"
@@ -236,7 +236,7 @@ class FakeSqs:
             self.entries[action] += len(entries)
             queue = self.queue(arguments["QueueUrl"])
             for entry in entries:
-                error = each(queue, entry)
+                error = item(queue, entry)
                 if error is None:
                     done.append({"Id": entry["Id"]})
                 else:

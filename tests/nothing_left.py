@@ -55,8 +55,8 @@ def nothing_left_behind() -> Iterator[None]:
 
 def _ended(number: int, frame: FrameType | None) -> None:
     # Once: what ends in order must not be interrupted by the same signal again.
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+    for item in _SIGNALS:
+        signal.signal(item, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 

@@ -34,7 +34,7 @@ class Small(Sums):
         return message.put_data(int(message.data))
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return [each.failed("fifty") if each.data % 50 == 0 else each for each in messages]
+        return [item.failed("fifty") if item.data % 50 == 0 else item for item in messages]
 
 
 def requests_of_a_run(

@@ -146,7 +146,7 @@ class BatchFrames:
         else:
             paths = [f"{self.plan.path}/{self.plan.data[index]}" for index in batch.files]
             wanted = {"batch", "source", "position", *names}
-            schema = T.StructType([each for each in self._file_schema if each.name in wanted])
+            schema = T.StructType([entry for entry in self._file_schema if entry.name in wanted])
             rows = self._arrow.rows(spark, paths, batch.rows, schema, batch.bytes)
         rows = rows.where(in_ranges(batch.rows))
         return rows if batch.part is None else rows.where(in_part(batch.part))

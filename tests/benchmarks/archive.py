@@ -50,7 +50,7 @@ def compared(name: str, stage: Callable[[bool], Took], tries: int) -> Figures:
     """A process stage that archives its messages next to the same without an archive."""
     pairs = [(stage(False), stage(True)) for _ in range(tries)]
     without, kept = ([pair[index] for pair in pairs] for index in (0, 1))
-    bare, each = ([1e6 * took.cpu / took.messages for took in side] for side in (without, kept))
+    bare, item = ([1e6 * took.cpu / took.messages for took in side] for side in (without, kept))
     return [
         median(name, [took.rate for took in without], "msg/s"),
         median(
@@ -63,11 +63,11 @@ def compared(name: str, stage: Callable[[bool], Took], tries: int) -> Figures:
         median(f"{name}.cpu", bare, "us", digits=2),
         median(
             f"{name}.kept.cpu",
-            each,
+            item,
             "us",
             digits=2,
             of=f"{name}.cpu",
-            ratios=[b / a for a, b in zip(bare, each, strict=True)],
+            ratios=[b / a for a, b in zip(bare, item, strict=True)],
         ),
     ]
 

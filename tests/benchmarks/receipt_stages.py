@@ -51,7 +51,7 @@ def stages(
     reference = {"class": pipeline_class, "options": {"producer": producer}}
     pipeline = load_ref(reference, RunInfo())
     store = Store.open(f"file://{folder}/staging")
-    each = messages // runs
+    item = messages // runs
 
     def env_for(run_id: str) -> ProducerEnv:
         owner = {"dag_id": "bench", "run_id": run_id, "task_id": "process"}
@@ -69,22 +69,22 @@ def stages(
         results: dict[str, Any] = {}
 
         def process() -> None:
-            budget = Budget(max_messages=each)
+            budget = Budget(max_messages=item)
             results.update(Process(run, pipeline, env=env, budget=budget).run())
 
         def settle() -> None:
             [record] = run.generations()
             # As another process: nothing is left of what this one held in memory.
             custodian = pipeline.producer.custodian(env)
-            report = custodian.settle(run.lease(record), Settlement(rest=ACK, expected=each))
+            report = custodian.settle(run.lease(record), Settlement(rest=ACK, expected=item))
             custodian.close()
-            if report.acked != each:
+            if report.acked != item:
                 raise RuntimeError(f"settled {report}")
 
-        took = {"process": timed(requests, each, process)}
-        if results["received"] != each:
-            raise RuntimeError(f"received {results['received']} of {each}")
-        return {**took, "settle": timed(requests, each, settle)}
+        took = {"process": timed(requests, item, process)}
+        if results["received"] != item:
+            raise RuntimeError(f"received {results['received']} of {item}")
+        return {**took, "settle": timed(requests, item, settle)}
 
     # What is loaded lazily is loaded before the clock starts, as it is of the other; so is pandas,
     # by the first array of a process.

@@ -81,7 +81,7 @@ _DELETED = [
 def _receives(messages: int) -> Iterator[bytes]:
     """Answers of ten messages each, as long as SQS's own."""
     for _ in range(0, messages, 10):
-        told = [
+        report = [
             {
                 "MessageId": str(uuid.UUID(bytes=os.urandom(16))),
                 "ReceiptHandle": os.urandom(206).hex(),
@@ -91,7 +91,7 @@ def _receives(messages: int) -> Iterator[bytes]:
             }
             for _ in range(10)
         ]
-        yield json.dumps({"Messages": told}).encode()
+        yield json.dumps({"Messages": report}).encode()
 
 
 # -- boto3 alone -----------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def bare(
     def delete(url: str, handles: list[str]) -> None:
         answer = client.delete_message_batch(
             QueueUrl=url,
-            Entries=[{"Id": str(n), "ReceiptHandle": each} for n, each in enumerate(handles)],
+            Entries=[{"Id": str(n), "ReceiptHandle": item} for n, item in enumerate(handles)],
         )
         if answer.get("Failed"):
             raise RuntimeError(f"not deleted: {answer['Failed']}")

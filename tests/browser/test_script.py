@@ -28,10 +28,10 @@ def test_timestamps_show_utc_and_local_time(as_admin, letters):
 
         assert time.text == (time.get_attribute("datetime") or "")[:19].replace("T", " ")
         assert (time.get_attribute("datetime") or "").endswith("+00:00")
-        said, title = time.text, time.get_attribute("title") or ""
-        hour, minute = (int(part) for part in said[11:16].split(":"))
+        words, title = time.text, time.get_attribute("title") or ""
+        hour, minute = (int(part) for part in words[11:16].split(":"))
         ahead = (hour * 60 + minute + 345) % 1440
-        assert f"{(ahead // 60 - 1) % 12 + 1}:{ahead % 60:02}:" in title, (said, title)
+        assert f"{(ahead // 60 - 1) % 12 + 1}:{ahead % 60:02}:" in title, (words, title)
     finally:
         as_admin.cdp("Emulation.setTimezoneOverride", timezoneId="")
 

@@ -80,7 +80,7 @@ def freeze(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(freeze, value))
     if isinstance(value, dict):
-        return tuple(sorted((key, freeze(each)) for key, each in value.items()))
+        return tuple(sorted((key, freeze(element)) for key, element in value.items()))
     return value
 
 
@@ -345,7 +345,7 @@ class _Comparer:
 
         left = list(wanted)
         for one in got:
-            index = next((i for i, each in enumerate(left) if equal(each, one)), None)
+            index = next((i for i, element in enumerate(left) if equal(element, one)), None)
             if index is None:
                 return False
             del left[index]

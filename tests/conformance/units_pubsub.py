@@ -57,13 +57,13 @@ def _settled(server: PubSubServer, good: int, bad: int, **options: Any) -> list[
     return requests
 
 
-def _written(asked: Asked) -> list[Any]:
+def _written(call: Asked) -> list[Any]:
     """A request about ids, as the cases write it."""
-    count = len(asked.request.ack_ids)
-    if asked.call == "Acknowledge":
+    count = len(call.request.ack_ids)
+    if call.call == "Acknowledge":
         return ["acknowledge", count]
-    assert asked.call == "ModifyAckDeadline"
-    return ["put_deadline", count, asked.request.ack_deadline_seconds]
+    assert call.call == "ModifyAckDeadline"
+    return ["put_deadline", count, call.request.ack_deadline_seconds]
 
 
 def requests(case: Case, server: PubSubServer) -> None:

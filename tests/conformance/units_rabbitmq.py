@@ -101,11 +101,11 @@ def settings(case: Case) -> None:
         queue="test", on_success=given["on_success"], on_failure=given["on_failure"]
     )
     calls = []
-    for each, error in zip(given["messages"], expect["errors"], strict=True):
+    for item, error in zip(given["messages"], expect["errors"], strict=True):
         message_ = message(producer)
-        failed = each["outcome"] == "fail"
+        failed = item["outcome"] == "fail"
         try:
-            message_ = message_.configure_ack(**each["configure"])
+            message_ = message_.configure_ack(**item["configure"])
         except OptionsError:  # raised in handle_message: the message fails
             assert error is not None
             failed = True

@@ -603,7 +603,7 @@ def test_delta_refuses_a_write_that_began_before_the_tombstone(tmp_path: Path, r
         thread.join()
 
     # Then it is refused, and its files are no part of the table
-    assert [type(each) for each in results] == [CommitRefused], results
+    assert [type(item) for item in results] == [CommitRefused], results
     assert list((tmp_path / "table").glob("*.parquet"))
     assert list(subject.read()) == []
 

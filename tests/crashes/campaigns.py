@@ -94,10 +94,10 @@ def pipelines_of(broker: str) -> list[str]:
     batches = broker == "sqlite past run"  # a past run is its batches
     return [
         name
-        for name, each in PIPELINES.items()
-        if (spark or not uses_spark(each))
-        and not (each in NEED_POSTGRESQL and not has_postgresql())
-        and not (batches and _has_no_batches(each))
+        for name, item in PIPELINES.items()
+        if (spark or not uses_spark(item))
+        and not (item in NEED_POSTGRESQL and not has_postgresql())
+        and not (batches and _has_no_batches(item))
         and name not in _REPLACED
     ]
 

@@ -40,7 +40,7 @@ class Kafka:
         error = _errors(kafka, "_TRANSPORT")
         hangs = _errors(kafka, "_TIMED_OUT")
 
-        def asked(name: str, target: str, do: Callable[[], Any], *, changes: bool = False) -> Any:
+        def request(name: str, target: str, do: Callable[[], Any], *, changes: bool = False) -> Any:
             return interceptor.call(
                 name, target, do, changes=changes, error=error, hangs=hangs, late=changes
             )
@@ -50,21 +50,21 @@ class Kafka:
 
             def commit(self, *given: Any, **named: Any) -> Any:
                 do = super().commit
-                return asked("commit offsets", "", lambda: do(*given, **named), changes=True)
+                return request("commit offsets", "", lambda: do(*given, **named), changes=True)
 
             def consume(self, num_messages: int = 1, timeout: float = -1) -> Any:
                 do = super().consume
                 if self.looked:
                     return _portion(do, num_messages, timeout)
                 self.looked = True
-                return asked("fetch", "", lambda: _portion(do, num_messages, timeout))
+                return request("fetch", "", lambda: _portion(do, num_messages, timeout))
 
         def looking(method: str, name: str) -> Any:
             def look(self: Any, *given: Any, **named: Any) -> Any:
                 do = getattr(super(Consumer, self), method)
                 if named.get("cached"):  # answered without a request
                     return do(*given, **named)
-                return asked(name, "", lambda: do(*given, **named))
+                return request(name, "", lambda: do(*given, **named))
 
             return look
 

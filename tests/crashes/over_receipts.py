@@ -19,7 +19,7 @@ class OverReceipts(Subject):
     def staged(self) -> list[str]:
         """Without what stands to be removed: the reports of generations that have ended."""
         result = super().staged()
-        ended = {each[1] for path in result if (each := _ENDED.search(path))}
+        ended = {item[1] for path in result if (item := _ENDED.search(path))}
         return [path for path in result if not any(end in path for end in ended)]
 
 

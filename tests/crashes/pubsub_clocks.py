@@ -51,12 +51,12 @@ def main() -> None:
     clocks = _Clocks(folder)
     look = Broker.get_subscription
 
-    def told(self: Broker, request: Any) -> Any:
+    def result(self: Broker, request: Any) -> Any:
         settings = look(self, request)
         settings.labels[LEFT] = str(len(self.subscriptions[settings.name].left))
         return settings
 
-    setattr(Broker, "get_subscription", told)  # noqa: B010
+    setattr(Broker, "get_subscription", result)  # noqa: B010
     stub = Stub(clocks, patience=0.0)
     stub.broker.answer = clocks.turn_to
     (folder / "port.new").write_text(str(stub.port))

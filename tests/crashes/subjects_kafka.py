@@ -95,7 +95,7 @@ class _OnKafka(Subject):
         producer = self._server.producer({"linger.ms": 0, "partitioner": "consistent"})
         ids: dict[int, str] = {}
 
-        def told(place: int, error: Any, sent: Any) -> None:
+        def report(place: int, error: Any, sent: Any) -> None:
             assert error is None, error
             ids[place] = f"{sent.topic()}-{sent.partition()}-{sent.offset()}"
 
@@ -106,7 +106,7 @@ class _OnKafka(Subject):
                 body,
                 b"%d" % (number % _KEYS),
                 number % self._partitions,
-                on_delivery=partial(told, place),
+                on_delivery=partial(report, place),
             )
         assert not producer.flush(30)
         return [ids[place] for place in range(len(bodies))]
@@ -138,10 +138,10 @@ class _OnKafka(Subject):
             headers: Any = message.headers()
             why = {name: value.decode() for name, value in headers}
             where = (why[f"__connect.errors.{part}"] for part in ("topic", "partition", "offset"))
-            key, told = "-".join(where), why["__connect.errors.exception.message"]
+            key, report = "-".join(where), why["__connect.errors.exception.message"]
             if key not in back:
                 body = cast("bytes", message.value()).decode()
-                letters.append((key, why["broadway.again"] == "1", told, body))
+                letters.append((key, why["broadway.again"] == "1", report, body))
         return letters
 
     def group_of(self, place: int) -> str | None:

@@ -70,11 +70,11 @@ def moto() -> Iterator[Moto]:
             yield Moto(server.url, folder)
         finally:
             server.stop()
-            for each, value in before.items():
+            for item, value in before.items():
                 if value is None:
-                    del os.environ[each]
+                    del os.environ[item]
                 else:
-                    os.environ[each] = value
+                    os.environ[item] = value
 
 
 @contextmanager
@@ -168,8 +168,8 @@ class _Sqs(OverReceipts):
                 self._letter(message["MessageAttributes"], message["Body"]) for message in messages
             ]
             entries = [
-                {"Id": str(place), "ReceiptHandle": each["ReceiptHandle"]}
-                for place, each in enumerate(messages)
+                {"Id": str(place), "ReceiptHandle": item["ReceiptHandle"]}
+                for place, item in enumerate(messages)
             ]
             client.delete_message_batch(QueueUrl=self._dead, Entries=entries)
         return result

@@ -203,8 +203,8 @@ def test_past_findings_stay_fixed(found):
     "mutant",
     [
         # What is lost is looked for in a dozen runs.
-        pytest.param(name, marks=pytest.mark.slow if each.broker == "sqs letters" else ())
-        for name, each in MUTANTS.items()
+        pytest.param(name, marks=pytest.mark.slow if item.broker == "sqs letters" else ())
+        for name, item in MUTANTS.items()
     ],
 )
 def test_a_removed_guard_is_detected(mutant):

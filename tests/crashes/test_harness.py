@@ -80,7 +80,7 @@ print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
     ],
     ids=["a subject raises", "a second one sleeps", "two recover at once", "an odd pipeline"],
 )
-def test_no_process_is_left_behind_and_no_gap_is_hidden(tmp_path, program, told):
+def test_no_process_is_left_behind_and_no_gap_is_hidden(tmp_path, program, result):
     # A program of its own: it forks, and a test session has threads.
     done = subprocess.run(
         [sys.executable, "-c", HEAD + program, str(tmp_path)],
@@ -90,4 +90,4 @@ def test_no_process_is_left_behind_and_no_gap_is_hidden(tmp_path, program, told)
         check=False,
         timeout=120,
     )
-    assert done.stdout == told, done.stderr[-3000:]
+    assert done.stdout == result, done.stderr[-3000:]

@@ -60,14 +60,14 @@ def parse(path: str) -> None:
             name == client or name.startswith(client + ".") for name in set(sys.modules) - before
         )
     )
-    told = {
+    result = {
         "file": path,
         "errors": bag.import_errors,
         "clients": loaded,
         "dags": {dag_id: DagSerialization.to_dict(dag) for dag_id, dag in sorted(bag.dags.items())},
     }
     # Sorted, as where Airflow compares versions: it keeps its own fields in sets.
-    sys.stdout.write("\n" + json.dumps(told, sort_keys=True) + "\n")
+    sys.stdout.write("\n" + json.dumps(result, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

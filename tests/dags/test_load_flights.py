@@ -52,10 +52,10 @@ def test_flights_are_sent_in_the_order_of_the_file(tmp_path: Path) -> None:
     queue = SqliteQueue(tmp_path / "queue.db", "flights")
 
     # When the first flights are loaded into it
-    told: list[int] = []
-    assert load(queue, flights(30), progress=told.append) == 30
+    result: list[int] = []
+    assert load(queue, flights(30), progress=result.append) == 30
 
     # Then they are its messages, and the progress was told
     messages = queue.receive("test", 100)
     assert [json.loads(message.data) for message in messages] == list(flights(30))
-    assert told == [30]
+    assert result == [30]

@@ -35,7 +35,7 @@ def parsed(home: Path, hash_seed: int) -> dict[str, tuple[str, dict[str, Any]]]:
         check=True,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"clients"')]
-    return {told["file"]: (line, told) for line in lines if (told := json.loads(line))}
+    return {result["file"]: (line, result) for line in lines if (result := json.loads(line))}
 
 
 def parse(path: Path, home: Path, hash_seed: int) -> tuple[str, dict[str, Any]]:
@@ -48,29 +48,29 @@ def test_there_are_dag_files() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_dag_file_parses_without_network(path: Path, home: Path) -> None:
-    _, told = parse(path, home, 1)
+    _, result = parse(path, home, 1)
 
-    assert told["errors"] == {}
-    assert told["dags"]
+    assert result["errors"] == {}
+    assert result["dags"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_parsing_imports_no_client_library(path: Path, home: Path) -> None:
-    _, told = parse(path, home, 1)
+    _, result = parse(path, home, 1)
 
-    assert told["clients"] == []
+    assert result["clients"] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_what_follows_a_pipeline_follows_its_sensor_alone(path: Path, home: Path) -> None:
-    _, told = parse(path, home, 1)
-    for dag in told["dags"].values():
+    _, result = parse(path, home, 1)
+    for dag in result["dags"].values():
         tasks = [task["__var"] for task in dag["dag"]["tasks"]]
-        leaves = {each["task_id"] for each in tasks if not each.get("downstream_task_ids")}
-        sensors = [each for each in tasks if each["task_type"] == "BroadwayAckSensor"]
-        assert leaves == {each["task_id"] for each in sensors}
+        leaves = {item["task_id"] for item in tasks if not item.get("downstream_task_ids")}
+        sensors = [item for item in tasks if item["task_type"] == "BroadwayAckSensor"]
+        assert leaves == {item["task_id"] for item in sensors}
         # "poke" would hold a worker of whoever copies the file.
-        assert {each.get("mode", "reschedule") for each in sensors} == {"reschedule"}
+        assert {item.get("mode", "reschedule") for item in sensors} == {"reschedule"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

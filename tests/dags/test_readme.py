@@ -65,9 +65,9 @@ def python(project: Path, *arguments: str, timeout: float = 120.0) -> str:
 
 
 def test_its_pipeline_passes_its_test(project: Path) -> None:
-    told = python(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_orders.py")
+    result = python(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_orders.py")
 
-    assert "1 passed" in told
+    assert "1 passed" in result
 
 
 def test_its_dag_parses(project: Path) -> None:
@@ -75,9 +75,9 @@ def test_its_dag_parses(project: Path) -> None:
         project, str(Path(__file__).with_name("parse.py")), str(project / "dags" / "orders.py")
     )
 
-    told = json.loads(text.splitlines()[-1])
-    assert told["errors"] == {}
-    assert list(told["dags"]) == ["orders"]
+    result = json.loads(text.splitlines()[-1])
+    assert result["errors"] == {}
+    assert list(result["dags"]) == ["orders"]
 
 
 @pytest.mark.airflow
@@ -88,15 +88,15 @@ def test_its_dag_writes_what_was_sent(project: Path) -> None:
 
     # When the DAG runs once
     (project / "orders_run.py").write_text("from orders import dag\n\ndag.test()\n")
-    told = python(project, "orders_run.py", timeout=240.0)
+    result = python(project, "orders_run.py", timeout=240.0)
 
     # Then Spark has written the order, and the queue is empty
-    assert (project / "data" / "orders").is_dir(), told
+    assert (project / "data" / "orders").is_dir(), result
     rows = ds.dataset(project / "data" / "orders", format="parquet", partitioning="hive")
     [row] = rows.to_table(columns=["customer", "amount"]).to_pylist()
-    assert row == {"customer": "ada", "amount": 12.5}, told
+    assert row == {"customer": "ada", "amount": 12.5}, result
     depth = SqliteQueue(project / "data" / "queue.db", "orders").depth()
-    assert (depth.ready, depth.leased, depth.dead) == (0, 0, 0), told
+    assert (depth.ready, depth.leased, depth.dead) == (0, 0, 0), result
 
 
 @pytest.mark.airflow

@@ -37,20 +37,20 @@ def test_an_appending_sink_is_reported_and_fixed(tmp_path):
     module.write_text(block("python", "# orders.py\n"))
 
     # The pipeline as it stands
-    code, told = run(tmp_path, block("sh", "airflow-broadway crash-test"), "--jobs", "2")
+    code, result = run(tmp_path, block("sh", "airflow-broadway crash-test"), "--jobs", "2")
 
     assert code == 1
     lines = block("text", "STAGE").splitlines()
     cut = lines.index("  …")
-    assert told[:cut] == lines[:cut]
-    assert told[-1] == lines[-1]
+    assert result[:cut] == lines[:cut]
+    assert result[-1] == lines[-1]
 
     # The command that the report gives finds it again
     [*_, again] = [line for line in lines if "--only" in line]
-    code, told = run(tmp_path, again)
-    assert (code, told[-1]) == (1, "1 case at 1 point: 1 failed.")
+    code, result = run(tmp_path, again)
+    assert (code, result[-1]) == (1, "1 case at 1 point: 1 failed.")
 
     # Mended, it passes there
     module.write_text(module.read_text() + "\n\n" + block("python", "# orders.py, mended\n"))
-    code, told = run(tmp_path, again)
-    assert (code, told[-1]) == (0, "1 case at 1 point: none failed.")
+    code, result = run(tmp_path, again)
+    assert (code, result[-1]) == (0, "1 case at 1 point: none failed.")

@@ -19,8 +19,8 @@ def test_the_table_lists_each_promise_with_its_tests():
 
     assert [number for number, _ in promises] == list(rows)
     for number, promise in promises:
-        said = " ".join(promise.split())
-        tests = {test for claim in claims if claim["says"] in said for test in claim["shown_by"]}
+        words = " ".join(promise.split())
+        tests = {test for claim in claims if claim["says"] in words for test in claim["shown_by"]}
         listed = {f"tests/{name}" for name in re.findall(r"`([^`]+)`", rows[number])}
         assert listed == tests, f"promise {number}"
         assert tests

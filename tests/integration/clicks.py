@@ -160,9 +160,9 @@ class Clicks:
 
     def report(self) -> dict[str, Any]:
         for path in (self.world.folder / "staging").rglob("report.json"):
-            told: dict[str, Any] = json.loads(path.read_text())
-            if (told["dag_id"], told["run_id"]) == (self.dag_id, self.run_id):
-                return told
+            output: dict[str, Any] = json.loads(path.read_text())
+            if (output["dag_id"], output["run_id"]) == (self.dag_id, self.run_id):
+                return output
         raise AssertionError("no report")
 
     def totals(self) -> dict[str, int]:
@@ -279,8 +279,8 @@ def clear_handle_batches_before_and_after_settlement(clicks: Clicks) -> None:
     assert clicks.firsts() == [0, 10, 10]
     assert clicks.totals() == {"received": 20, "acked": 20, "accounted": 20}
     # and the batcher's outlet has an event of both
-    [told] = clicks.asset_events()
-    assert told == {
+    [output] = clicks.asset_events()
+    assert output == {
         "name": "clicked-table",
         "pipeline": clicks.report()["pipeline"],
         "batches": 2,
@@ -296,7 +296,7 @@ def clear_handle_batches_before_and_after_settlement(clicks: Clicks) -> None:
     # Then no user code runs, and the log has the settlement and the command that repeats the run
     assert clicks.end() == "success"
     assert len(clicks.calls) == 3
-    assert clicks.asset_events() == [told, told]
+    assert clicks.asset_events() == [output, output]
     log = clicks.log(SPARK, 3)
     command = run_again_command(clicks.dag_id, clicks.run_id)
     assert json.dumps(command)[1:-1] in log

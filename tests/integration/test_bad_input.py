@@ -83,7 +83,7 @@ def test_an_oversized_message_is_handled_alone(world):
     ],
     ids=["missing", "of another type", "a relative path", "a folder that is not there"],
 )
-def test_an_invalid_connection_fails_before_the_first_receive(world, capsys, connection, told):
+def test_an_invalid_connection_fails_before_the_first_receive(world, capsys, connection, result):
     world.numbers(range(3))
     if connection is None:
         world.patch.delenv("AIRFLOW_CONN_PUPPETS")
@@ -92,7 +92,7 @@ def test_an_invalid_connection_fails_before_the_first_receive(world, capsys, con
 
     ran = world.run(dag_of(Puppets))
 
-    assert told in capsys.readouterr().out
+    assert result in capsys.readouterr().out
     assert ran.states["process[0]"] == "failed"
     check_untouched(world, ran, 3)
 
@@ -139,7 +139,7 @@ def test_one_bad_row_of_spark_spares_the_others(world):
     ],
     ids=["read-only", "no folder", "no URI"],
 )
-def test_an_unwritable_staging_root_fails_before_the_first_receive(world, capsys, root, told):
+def test_an_unwritable_staging_root_fails_before_the_first_receive(world, capsys, root, result):
     world.numbers(range(3))
     (world.folder / "file").write_text("in the way")
     world.patch.setenv("AIRFLOW__BROADWAY__STAGING", root.format(folder=world.folder))
@@ -147,7 +147,7 @@ def test_an_unwritable_staging_root_fails_before_the_first_receive(world, capsys
     ran = world.run(dag_of(Puppets))
 
     out = capsys.readouterr().out
-    assert [text for text in told if text.format(folder=world.folder) not in out] == []
+    assert [text for text in result if text.format(folder=world.folder) not in out] == []
     check_untouched(world, ran, 3)
 
 

@@ -170,17 +170,17 @@ class TestFlights:
     def test_the_report_queries_the_table(self, demo):
         rows = demo.rows("origin", "batcher", "hour", "dep_delay").to_pylist()
 
-        assert sum(told["flights"] for told in demo.report["results"]) == demo.of.rows
-        for told in demo.report["results"]:
-            own = [row for row in rows if row["origin"] == told["airport"]]
-            assert told["delayed"] == demo.of.delayed[told["airport"]]
-            late = [row["dep_delay"] for row in own if row["hour"] == told["worst_hour"]]
-            assert told["worst_hour_mean_delay"] == round(sum(late) / len(late), 1)
+        assert sum(result["flights"] for result in demo.report["results"]) == demo.of.rows
+        for result in demo.report["results"]:
+            own = [row for row in rows if row["origin"] == result["airport"]]
+            assert result["delayed"] == demo.of.delayed[result["airport"]]
+            late = [row["dep_delay"] for row in own if row["hour"] == result["worst_hour"]]
+            assert result["worst_hour_mean_delay"] == round(sum(late) / len(late), 1)
 
     def test_each_batch_has_committed_once(self, demo):
         commits = list((demo.folder / "output" / "flights" / "_commits").iterdir())
 
-        assert len(commits) == sum(told["batches"] for told in demo.report["batchers"].values())
+        assert len(commits) == sum(result["batches"] for result in demo.report["batchers"].values())
 
     def test_flights_that_never_departed_are_dead_letters_and_only_they(self, demo):
         letters = demo.queue.dead_letters(limit=None)
@@ -204,8 +204,8 @@ class TestFlights:
         assert sum(report["sum"].values()) == demo.of.flights
         assert report["sum"]["acked"] == demo.of.rows
         assert report["sum"]["dead_lettered"] == demo.of.never_departed
-        for told in report["batchers"].values():
-            assert sum(told["triggers"].values()) == told["batches"]
+        for result in report["batchers"].values():
+            assert sum(result["triggers"].values()) == result["batches"]
 
     def test_the_report_is_printed(self, demo):
         for words in (

@@ -55,30 +55,30 @@ class Told:
 
 
 @pytest.fixture
-def told(kafka, tmp_path, capsys):
+def result(kafka, tmp_path, capsys):
     return Told(kafka, tmp_path / "staging", capsys)
 
 
-def test_an_unused_group_can_begin(told):
-    told.group.fill(3)
+def test_an_unused_group_can_begin(result):
+    result.group.fill(3)
 
-    assert told.check().code == 0
+    assert result.check().code == 0
 
 
-def test_a_check_changes_nothing(told):
-    group = told.group
+def test_a_check_changes_nothing(result):
+    group = result.group
     group.fill(5)
     group.drain()
     group.kafka.commit(group.group, group.topic, 0, 2)  # an operator's reset
 
     def files() -> list[str]:  # without the note of this host
-        paths = [str(path) for path in told.root.rglob("*") if path.is_file()]
+        paths = [str(path) for path in result.root.rglob("*") if path.is_file()]
         return sorted(p for p in paths if "/hosts" not in p and ".broadway-root" not in p)
 
     before = files()
     committed = group.kafka.committed(group.group, group.topic)
 
-    done = told.check()
+    done = result.check()
 
     assert (done.code, "was reset from 5 to 2 by another program" in done.out) == (0, True)
     assert files() == before
@@ -87,20 +87,20 @@ def test_a_check_changes_nothing(told):
     assert group.claim().start == 5
 
 
-def test_a_check_reports_errors_that_would_fail_a_run(told, tmp_path):
-    group = told.group
+def test_a_check_reports_errors_that_would_fail_a_run(result, tmp_path):
+    group = result.group
     group.fill(5)
     group.drain()
     (tmp_path / "other").mkdir()
-    fine = told.check()
+    fine = result.check()
     group.fill(2)
     with group.source("at work") as source:
         assert group.take(source)
-        foreign = told.check(staging=tmp_path / "other")
+        foreign = result.check(staging=tmp_path / "other")
         source.stop()
         group.settle(source.lease, [])
     group.kafka.delete_topic(group.letters) if not isinstance(group.kafka, MockKafka) else None
-    letterless = told.check()
+    letterless = result.check()
 
     assert (fine.code, fine.err) == (0, "")
     assert "can begin." in fine.out
@@ -111,25 +111,25 @@ def test_a_check_reports_errors_that_would_fail_a_run(told, tmp_path):
 
 
 @on_apache_kafka
-def test_a_check_finds_members(told):
-    group = told.group
+def test_a_check_finds_members(result):
+    group = result.group
     group.fill(1)
     with group.kafka.member(group.group, group.topic):
-        done = told.check()
+        done = result.check()
 
     assert done.code == 1
     assert "has 1 member (" in done.out
 
 
 @on_apache_kafka
-def test_a_check_reports_warnings_of_a_run(told):
-    group = told.group
+def test_a_check_reports_warnings_of_a_run(result):
+    group = result.group
     group.fill(5)
     group.drain()
     group.fill(5, start=5)
     group.kafka.delete_before(group.topic, 0, 8)
 
-    done = told.check()
+    done = result.check()
 
     assert done.code == 0
     assert f"warning: 3 messages of {group.topic}-0 (5–7) were removed by retention" in done.out

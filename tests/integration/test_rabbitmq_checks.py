@@ -88,8 +88,8 @@ def test_a_policy_on_the_source_is_a_warning_with_its_effect(place, extra, caplo
     with policy(place, f"^{place.name}$", max_length=100):
         assert len(received(place, "g1", extra=extra)) == 1
 
-    [told] = [text for text in caplog.messages if place.name in text and "max-length" in text]
-    assert "sets max-length 100: the oldest message is dropped" in told
+    [result] = [text for text in caplog.messages if place.name in text and "max-length" in text]
+    assert "sets max-length 100: the oldest message is dropped" in result
 
 
 def test_every_run_checks_policies(place, extra, monkeypatch):
@@ -174,8 +174,8 @@ def test_a_run_without_management_api_warns(place, caplog):
     taken = received(place, "g1", extra={"management_url": "http://127.0.0.1:1"})
 
     assert len(taken) == 1
-    [told] = [text for text in caplog.messages if "could not be checked" in text]
-    assert "the management API at http://127.0.0.1:1 cannot be reached" in told
+    [result] = [text for text in caplog.messages if "could not be checked" in text]
+    assert "the management API at http://127.0.0.1:1 cannot be reached" in result
 
 
 def test_a_missing_user_tag_is_named(place, extra, caplog):
@@ -210,8 +210,8 @@ def test_the_management_tag_suffices_except_for_feature_flags(place, extra):
         ("http://[", "must be http"),
     ],
 )
-def test_an_invalid_management_address_is_reported_without_showing_it(url, told):
-    with pytest.raises(ApiError, match=told) as raised:
+def test_an_invalid_management_address_is_reported_without_showing_it(url, result):
+    with pytest.raises(ApiError, match=result) as raised:
         Management(Address(management_url=url))
 
     assert PASSWORD not in f"{raised.value} {Address(management_url=url)!r}"
@@ -226,8 +226,8 @@ def test_the_password_is_not_sent_unencrypted_to_another_port(caplog):
     assert ":15671" in Management(Address(host="rabbit.example.org", tls={})).url
     assert caplog.messages == []
     Management(Address(management_url="http://rabbit.example.org"))
-    [told] = caplog.messages
-    assert told == (
+    [result] = caplog.messages
+    assert result == (
         "The user and password of RabbitMQ go unencrypted to http://rabbit.example.org: use"
         " https://."
     )

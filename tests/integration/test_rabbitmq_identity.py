@@ -63,7 +63,7 @@ def started(
     def pipeline(producer: object, **options: Any) -> Folder:
         return OnRabbit(**options)
 
-    finished = [f"manual__{each}" for each in (range(1, number) if over is None else over)]
+    finished = [f"manual__{item}" for item in (range(1, number) if over is None else over)]
     return make(folder, f"manual__{number}", pipeline=pipeline, create=False, finished=finished)
 
 

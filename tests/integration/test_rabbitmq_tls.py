@@ -188,7 +188,7 @@ def test_the_management_api_uses_the_same_ca(place, authority, tmp_path):
     url = f"https://127.0.0.1:{place.server.tls_port}"
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
-    def told(ca: Path) -> str:
+    def output(ca: Path) -> str:
         extra = {"tls": {"ca": str(ca)}, "management_url": url}
         address = address_for(producer, place.env(extra=extra))
         connection: Any = SimpleNamespace(
@@ -197,8 +197,8 @@ def test_the_management_api_uses_the_same_ca(place, authority, tmp_path):
         [note] = check_queues(connection, producer)
         return note.text
 
-    assert "CERTIFICATE_VERIFY_FAILED" in told(other.certificate)
-    assert "CERTIFICATE_VERIFY_FAILED" not in told(authority.certificate)
+    assert "CERTIFICATE_VERIFY_FAILED" in output(other.certificate)
+    assert "CERTIFICATE_VERIFY_FAILED" not in output(authority.certificate)
 
 
 # -- short of memory -------------------------------------------------------------------------------

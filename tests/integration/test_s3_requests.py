@@ -26,7 +26,7 @@ def server():
         yield running
 
 
-def asked(server: S3Server, folder: Path, *, batches: int, tasks: int = 1) -> dict[str, Requests]:
+def request(server: S3Server, folder: Path, *, batches: int, tasks: int = 1) -> dict[str, Requests]:
     """Returns the requests of each step of a run, whose clock stands still."""
     folder.mkdir()
     steps = requests_of_a_run(
@@ -41,8 +41,8 @@ def asked(server: S3Server, folder: Path, *, batches: int, tasks: int = 1) -> di
 
 @pytest.mark.parametrize("tasks", [1, 3])
 def test_a_batch_costs_at_most_two_requests(server, tmp_path, tasks):
-    few = asked(server, tmp_path / "few", batches=10, tasks=tasks)
-    many = asked(server, tmp_path / "many", batches=110, tasks=tasks)
+    few = request(server, tmp_path / "few", batches=10, tasks=tasks)
+    many = request(server, tmp_path / "many", batches=110, tasks=tasks)
 
     # Then a batch costs the requests that write its outcome, once, with its failures in it
     batch = many["batch"]
@@ -61,7 +61,7 @@ def test_a_batch_costs_at_most_two_requests(server, tmp_path, tasks):
 
 
 def test_a_run_of_a_hundred_batches_keeps_to_two_requests_each(server, tmp_path):
-    found = asked(server, tmp_path / "run", batches=100)
+    found = request(server, tmp_path / "run", batches=100)
     assert sum(requests.total() for requests in found.values()) <= A_BATCH * 100
 
 

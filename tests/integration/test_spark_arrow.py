@@ -201,7 +201,7 @@ def test_row_groups_are_shared_by_the_tasks_of_a_batch(bucket, monkeypatch):
     ids=["wrong credentials", "no file", "no bucket"],
 )
 def test_driver_that_cannot_read_its_work_refuses_before_a_session(
-    server, monkeypatch, caplog, change, told
+    server, monkeypatch, caplog, change, result
 ):
     root = server.root()
     server.denied = "AKIAWRONG"
@@ -216,7 +216,7 @@ def test_driver_that_cannot_read_its_work_refuses_before_a_session(
     finally:
         server.denied = ""
     [error] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert told in error
+    assert result in error
 
 
 def test_driver_without_the_client_of_the_store_says_what_it_needs(monkeypatch, caplog):
@@ -325,12 +325,12 @@ def test_driver_killed_after_its_write_is_followed_by_another(lake):
     ],
     ids=["executor without Arrow", "Hadoop without s3a"],
 )
-def test_spark_that_cannot_read_the_bucket_refuses_in_one_sentence(lake, capfd, spark, told):
+def test_spark_that_cannot_read_the_bucket_refuses_in_one_sentence(lake, capfd, spark, result):
     ran = run_figures(lake, **spark)
 
     assert ran.state == "failed"
     assert ran.states["handle_batches"] == "failed"
     log = "".join(capfd.readouterr())
-    assert told.format(root=lake.bucket.root) in log
+    assert result.format(root=lake.bucket.root) in log
     assert log.count("Spark-Submit cmd") == 1  # one driver
     assert lake.depth[3] == 0  # no dead letter

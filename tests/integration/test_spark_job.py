@@ -647,7 +647,7 @@ def test_the_guides_callback_fails_implausible_rows(job, tmp_path, monkeypatch):
     exec(sample.replace("s3a://lake", f"file://{tmp_path}/lake"), module.__dict__)
     pipeline = module.Flights(producer={"path": f"{tmp_path}/queue.db"})
     data = [{"origin": "EWR", "dest": "LAX", "dep_delay": late} for late in (5.0, 1000.0, 1000.1)]
-    rows = [Row(f"m{n}", each) for n, each in enumerate(data)]
+    rows = [Row(f"m{n}", item) for n, item in enumerate(data)]
     schema = pipeline.batchers["default"].schema
     plan = job.plan("default", [Planned("b0", rows)], schema=schema)
 
@@ -776,7 +776,7 @@ def test_handle_failed_gets_timestamps_in_any_time_zone(job, monkeypatch, zone):
         }
         for instant in instants
     ]
-    rows = [Row(f"m{n}", each, received_at=instants[n]) for n, each in enumerate(data)]
+    rows = [Row(f"m{n}", item, received_at=instants[n]) for n, item in enumerate(data)]
     staged_rows = [
         Row(
             row.message_id,
@@ -955,7 +955,7 @@ def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_exception_that_ends_the_application_fails_no_batch(
-    job, monkeypatch, caplog, happens, code, told
+    job, monkeypatch, caplog, happens, code, result
 ):
     # Given three batches, and something that ends it all in the second
     plan = job.plan("default", pairs(3))
@@ -969,7 +969,7 @@ def test_an_exception_that_ends_the_application_fails_no_batch(
     # Then that one has no outcome, the first has its own, and the third was not begun
     assert sorted(job.outcomes("default")) == ["b0"]
     assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
-    assert told in caplog.text
+    assert result in caplog.text
 
 
 def test_an_unwritable_folder_is_one_clear_error(job, caplog):

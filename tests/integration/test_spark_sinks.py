@@ -168,8 +168,8 @@ def numbers(run: Run, column: str = "n") -> list[Any]:
 
 
 #: Of 1 to 25: without those that fail in the processor (7, 14, 21) or in the batch (5, 10, …).
-GOOD = [each for each in range(1, 26) if each % 7 and each % 5]
-DEAD = [each for each in range(1, 26) if each not in GOOD]
+GOOD = [item for item in range(1, 26) if item % 7 and item % 5]
+DEAD = [item for item in range(1, 26) if item not in GOOD]
 
 
 class Task:

@@ -44,7 +44,7 @@ class _Sender:
         confirmed: list[int] = []
         for number in numbers:
 
-            def told(error: Any, _: Any, number: int = number) -> None:
+            def result(error: Any, _: Any, number: int = number) -> None:
                 if error is None:
                     confirmed.append(number)
 
@@ -53,7 +53,7 @@ class _Sender:
                 body_of(number),
                 str(number % _KEYS),
                 number % _KEYS % self._partitions,
-                on_delivery=told,
+                on_delivery=result,
             )
         self._producer.flush(30)
         return confirmed

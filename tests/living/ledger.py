@@ -129,15 +129,15 @@ def compare(made: Account, reports: Sequence[Mapping[str, Any]]) -> None:
     For runs of which each was settled, and none was killed, stalled or late.
     """
     totals = _totals(reports)
-    for what, told, truth in (
+    for what, result, truth in (
         ("acked", totals["acked"], made.settled),
         ("dead-lettered", totals["dead_lettered"], made.places[DEAD]),
         ("still leased", 0, made.places["leased"]),
         ("lapsed", totals["lapsed"], 0),
         ("failed to settle", totals["settle_failed"], 0),
     ):
-        if told != truth:
-            made.mistakes.append(f"the reports say {told} {what}, and the truth is {truth}")
+        if result != truth:
+            made.mistakes.append(f"the reports say {result} {what}, and the truth is {truth}")
 
 
 def bound(
@@ -160,12 +160,12 @@ def bound(
         if report["acked"] > len(done[run]):
             made.mistakes.append(f"{run}: {report['acked']} acked, {len(done[run])} handled")
     totals = _totals(reports.values())
-    for what, told, most in (
+    for what, result, most in (
         ("acked", totals["acked"], made.settled + more),
         ("dead-lettered", totals["dead_lettered"], made.places[DEAD]),
     ):
-        if told > most:
-            made.mistakes.append(f"the reports say {told} {what}, and at most {most} were")
+        if result > most:
+            made.mistakes.append(f"the reports say {result} {what}, and at most {most} were")
 
 
 def _totals(reports: Iterable[Mapping[str, Any]]) -> Counter[str]:

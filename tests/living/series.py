@@ -85,15 +85,15 @@ class Series:
             time.sleep(0.5)
         check_order(summary, lines, left, self._broker.group_of)
         check_attempts(summary, lines)
-        reports = [told["report"] for told in self.told]
+        reports = [result["report"] for result in self.told]
         if exact and all(reports):
             compare(summary, reports)
         if not forgetful:
-            reports_ = {told["run"]: told["report"] for told in self.told if told["report"]}
+            reports_ = {result["run"]: result["report"] for result in self.told if result["report"]}
             bound(summary, reports_, lines)
         summary.mistakes += [
-            f"{told['run']} does not balance: {told['report']}"
-            for told in self.told
-            if told["report"] and not told["report"]["balanced"]
+            f"{result['run']} does not balance: {result['report']}"
+            for result in self.told
+            if result["report"] and not result["report"]["balanced"]
         ]
         return summary

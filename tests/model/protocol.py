@@ -540,8 +540,8 @@ class Run:
     def _ack(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         todo = tuple(
             (number, False)
-            for number, each in enumerate(state.gens)
-            if each.run == thread.run and each.record and not each.report
+            for number, item in enumerate(state.gens)
+            if item.run == thread.run and item.record and not item.report
         )
         at = "decide" if todo else "report"
         note = f"unsettled: {', '.join(str(number) for number, _ in todo) or 'none'}"

@@ -119,7 +119,7 @@ class Receipts:
         return self._steps[thread.at](state, thread)
 
     def _receive(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        ready = [number for number, each in enumerate(state.broker) if each.place == READY]
+        ready = [number for number, item in enumerate(state.broker) if item.place == READY]
         if ready:
             after = state
             for number in ready:

@@ -42,7 +42,7 @@ class Recovery:
         while (sent := self._run.custody.send(dead)) is not None:
             dead = sent
         run = self._run
-        gen = max((n for n, each in enumerate(dead.gens) if each.run == A), default=-1)
+        gen = max((n for n, item in enumerate(dead.gens) if item.run == A), default=-1)
         first = [
             run.thread("next run", C),
             run.thread("next try", A),

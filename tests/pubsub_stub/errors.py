@@ -42,15 +42,15 @@ class Refused(Exception):
         from grpc_status import rpc_status
 
         code = grpc.StatusCode[self.code]
-        told = Status(code=code.value[0], message=self.text)
+        result = Status(code=code.value[0], message=self.text)
         if self.reason:
             info = ErrorInfo(
                 reason=self.reason, domain="pubsub.googleapis.com", metadata=self.metadata
             )
             packed = Packed()
             packed.Pack(info)
-            told.details.append(packed)
-        return rpc_status.to_status(told)
+            result.details.append(packed)
+        return rpc_status.to_status(result)
 
 
 def of_ids(found: Mapping[str, str]) -> Refused:

@@ -102,11 +102,11 @@ class Stub:
         return grpc.method_handlers_generic_handler("google.pubsub.v1.Subscriber", handlers)
 
     def _call(self, name: str, request: Any, work: Callable[[Any], Any]) -> grpc.RpcMethodHandler:
-        def answer(asked: Any, context: grpc.ServicerContext) -> Any:
+        def answer(call: Any, context: grpc.ServicerContext) -> Any:
             try:
                 with self.broker.changed:
-                    lost = self._asked(name, asked)
-                    done = work(asked)
+                    lost = self._asked(name, call)
+                    done = work(call)
                     self.broker.changed.notify_all()
                 if lost is not None:
                     raise lost

@@ -290,7 +290,7 @@ class EngineSettlement:
             if entry is None or entry.payload is None:
                 refused[key] = Refusal("", _NO_BODY)
                 continue
-            with guard.each(key):
+            with guard.isolate(key):
                 dead_letters[key] = target.make(entry)
         for key, reason in guard.refused.items():
             refused[key] = Refusal("", f"{_NO_LETTER}: {reason}")

@@ -28,7 +28,7 @@ class MessageGuard:
         self.refused: dict[str, str] = {}
 
     @contextmanager
-    def each(self, message_id: str) -> Iterator[None]:
+    def isolate(self, message_id: str) -> Iterator[None]:
         """Records an exception of the ``with`` block as the failure of this message.
 
         :raises ProducerUnavailable: Re-raised, as it concerns all messages.

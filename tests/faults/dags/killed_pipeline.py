@@ -145,9 +145,9 @@ class Killed(Broadway):
         time.sleep(0.3)
         return [
             message.failed("failed by its number")
-            if fails_in_batch(each.number, each.attempt)
+            if fails_in_batch(item.number, item.attempt)
             else message
-            for message, each in zip(messages, calls, strict=True)
+            for message, item in zip(messages, calls, strict=True)
         ]
 
 

@@ -42,11 +42,11 @@ class Ran:
     @property
     def states(self) -> dict[str, str]:
         """By task id without its group, and map index where it is mapped."""
-        return {name: str(each.state) for name, each in self._tasks().items()}
+        return {name: str(item.state) for name, item in self._tasks().items()}
 
     @property
     def tries(self) -> dict[str, int]:
-        return {name: int(each.try_number) for name, each in self._tasks().items()}
+        return {name: int(item.try_number) for name, item in self._tasks().items()}
 
     def _tasks(self) -> dict[str, Any]:
         named = {}
@@ -76,9 +76,9 @@ class Ran:
     def report(self) -> dict[str, Any]:
         """The run's ``report.json``."""
         for path in self.world.staging.rglob("report.json"):
-            told: dict[str, Any] = json.loads(path.read_text())
-            if told["run_id"] == self.run_id:
-                return told
+            result: dict[str, Any] = json.loads(path.read_text())
+            if result["run_id"] == self.run_id:
+                return result
         raise AssertionError(f"run {self.run_id} left no report under {self.world.staging}")
 
     @property
@@ -125,9 +125,9 @@ class World:
             for message in messages
         )
 
-    def numbers(self, numbers: Iterable[int], **told: Any) -> list[str]:
+    def numbers(self, numbers: Iterable[int], **result: Any) -> list[str]:
         """Enqueues messages that differ by their numbers alone."""
-        return self.send(*({"n": number, **told} for number in numbers))
+        return self.send(*({"n": number, **result} for number in numbers))
 
     def run(self, dag: DAG, conf: Mapping[str, Any] | None = None) -> Ran:
         """Runs it to its end; all messages are there already, so it waits for no others."""

@@ -77,27 +77,27 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_cannot_be_put_to_the_test_is_told_in_one_line(
-    capsys: Capsys, arguments: str, said: str
+    capsys: Capsys, arguments: str, text: str
 ) -> None:
-    told = ran(capsys, "crash-test", "--pipeline", *arguments.split())
+    result = ran(capsys, "crash-test", "--pipeline", *arguments.split())
 
-    assert told.code == 2
-    assert said in told.err
-    assert told.err.count("\n") == 1
+    assert result.code == 2
+    assert text in result.err
+    assert result.err.count("\n") == 1
 
 
 def test_a_spark_batcher_needs_spark(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(users, "find_spec", lambda name: None)
-    told = ran(capsys, "crash-test", "--pipeline", "struck_shop:OnSpark")
-    assert (told.code, "pyspark is not installed here" in told.err) == (2, True)
+    result = ran(capsys, "crash-test", "--pipeline", "struck_shop:OnSpark")
+    assert (result.code, "pyspark is not installed here" in result.err) == (2, True)
 
 
 def test_elsewhere_than_on_linux_it_is_refused(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
-    told = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
-    assert (told.code, "needs Linux" in told.err) == (2, True)
+    result = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
+    assert (result.code, "needs Linux" in result.err) == (2, True)
 
 
 def test_a_pipeline_that_does_not_balance_is_told_with_the_end_of_its_log(
@@ -109,11 +109,11 @@ def test_a_pipeline_that_does_not_balance_is_told_with_the_end_of_its_log(
         raise error
 
     monkeypatch.setattr(CrashTest, "run", run)
-    told = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
+    result = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
 
-    assert told.code == 2
-    assert "  ValueError: no good\n" in told.err
-    assert told.err.endswith("failed without any fault: lost: a\n")
+    assert result.code == 2
+    assert "  ValueError: no good\n" in result.err
+    assert result.err.endswith("failed without any fault: lost: a\n")
 
 
 def test_what_runs_a_case_again_is_read_back_as_that_case() -> None:
@@ -137,7 +137,7 @@ def test_what_runs_a_case_again_is_read_back_as_that_case() -> None:
     again = build_parser().parse_args(words)
     assert program == "airflow-broadway"
     assert (again.pipeline, again.sink, again.count) == ("a:B", "a:rows", 3)
-    assert [Case.parse(each) for each in again.only] == [CASE]
+    assert [Case.parse(item) for item in again.only] == [CASE]
 
 
 def test_a_report_has_a_row_for_each_stage_and_call_and_a_few_cases_of_each_failure() -> None:

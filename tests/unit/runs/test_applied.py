@@ -125,7 +125,7 @@ def test_a_paused_batcher_commits_nothing_once_its_messages_came_again(
 
     # Then its first batch counts, and its second one is refused
     assert numbers(run) == GOOD
-    assert reports[0]["already_applied"] == len([each for each in GOOD if each <= 11])
+    assert reports[0]["already_applied"] == len([item for item in GOOD if item <= 11])
     assert run.depth() == (0, 0, 0, 8)
 
 

@@ -158,18 +158,18 @@ def generations_in(archive: Any) -> list[str]:
     return sorted(Path(path).name[:32] for path in paths)
 
 
-@pytest.mark.parametrize("each", [15, pytest.param(250, marks=pytest.mark.slow)])
-def test_concurrent_appends_are_all_there_once(tmp_path, each):
+@pytest.mark.parametrize("item", [15, pytest.param(250, marks=pytest.mark.slow)])
+def test_concurrent_appends_are_all_there_once(tmp_path, item):
     # Given processes of which two append the same generations at a time
     store = Store.open(f"file://{tmp_path}/staging")
     store.root_id()
-    starts = (0, 0, each, each)
-    writers = [appending(store.uri, start, start + each) for start in starts]
+    starts = (0, 0, item, item)
+    writers = [appending(store.uri, start, start + item) for start in starts]
     assert [writer.wait(300) for writer in writers] == [0] * len(starts)
 
     # Then each generation has one commit
     archive = archive_folder(store, "p")
-    expected = [f"{number:032x}" for number in range(2 * each)]
+    expected = [f"{number:032x}" for number in range(2 * item)]
     assert generations_in(archive) == expected
     assert look(archive).messages == len(expected)
 

@@ -90,7 +90,7 @@ def test_each_dead_letter_becomes_a_row_with_its_settlement(run: Run) -> None:
     [generation] = run.staged.generations()
     [batch_id] = {call.batch_id for call in run.calls()}
     with run.queue() as queue:
-        ids = {int(each.body): each.original_id for each in queue.dead_letters(limit=None)}
+        ids = {int(item.body): item.original_id for item in queue.dead_letters(limit=None)}
     assert {name: five[name] for name in COLUMNS.names if not name.endswith("_at")} == {
         "message_id": ids[5],
         "payload": b"5",

@@ -50,7 +50,7 @@ class WithoutIds(Folder):
 def started(
     folder: Path, number: int = 1, pipeline: Any = ByHeader, *, over: Iterable[int] = ()
 ) -> Run:
-    finished = [f"manual__{each}" for each in over]
+    finished = [f"manual__{item}" for item in over]
     return make(
         folder, f"manual__{number}", pipeline=pipeline, create=number == 1, finished=finished
     )

@@ -46,7 +46,7 @@ class Deadly(Sums):
         if "at_batch" in context:
             context["at_batch"]()
             time.sleep(0.2)  # it is told to stop meanwhile
-        if any(each.data in context["deadly"] for each in messages):
+        if any(item.data in context["deadly"] for item in messages):
             die(context.get("way", "exit"))
         return handled
 

@@ -52,8 +52,8 @@ class Folder(Sums):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         super().handle_batch(batcher, messages, batch_info, context)
-        failed = [each.failed("five") for each in messages if each.data % 5 == 0]
-        rows = [{"number": each.data} for each in messages if each.data % 5]
+        failed = [item.failed("five") for item in messages if item.data % 5 == 0]
+        rows = [{"number": item.data} for item in messages if item.data % 5]
         return Rows(rows, failed=failed)
 
 
@@ -80,7 +80,7 @@ def numbers(run: Run) -> list[Any]:
 
 
 #: Of 1 to 25: without those that fail in the processor (7, 14, 21) or in the batch (5, 10, …).
-GOOD = [each for each in range(1, 26) if each % 7 and each % 5]
+GOOD = [item for item in range(1, 26) if item % 7 and item % 5]
 
 
 def batch(run: Run, *pulled: Mapping[str, Any], try_number: int = 1) -> dict[str, int] | None:
@@ -254,7 +254,7 @@ class Poisoned(Folder):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         again = Path(f"{context['calls']}.again")
-        if again.exists() and any(each.data == 3 for each in messages):
+        if again.exists() and any(item.data == 3 for item in messages):
             os._exit(9)
         again.touch()
         return super().handle_batch(batcher, messages, batch_info, context)
@@ -567,7 +567,7 @@ def test_what_handle_batch_may_not_return(
 
     report = run.ack()
     assert report["totals"]["acked"] == 0
-    assert any(reason in each["reason"] for each in report["reasons"])
+    assert any(reason in item["reason"] for item in report["reasons"])
     assert numbers(run) == []
 
 

@@ -100,7 +100,7 @@ class Outbox:
         :returns: The action: a message without room for a retry's mark is dead-lettered.
         """
         action = verdict.action
-        with self.guard.each(message.message_id):
+        with self.guard.isolate(message.message_id):
             try:
                 self._publish(message, verdict, repeated)
             except marks.TooLarge as error:

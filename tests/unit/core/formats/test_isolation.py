@@ -77,7 +77,7 @@ def step(
 
 def test_a_message_that_killed_its_processes_alone_is_set_aside_once_another_was_handled() -> None:
     found = step(Died({"a": 3, "b": 1}, {"a": 2, "b": 1}))
-    assert [each.batch_id for each in found.aside] == ["a"]
+    assert [item.batch_id for item in found.aside] == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_message_is_set_aside_after_more_than_max_crashes_whole_tasks_died_at_
         died = Died(in_hand={"a": here}, in_hand_alone={"a": here})
         on_record = {"a": OnRecord(before, 1, before)}
         found = step(died, suspects=True, on_record=on_record)
-        return [each.batch_id for each in found.aside]
+        return [item.batch_id for item in found.aside]
 
     assert aside(here) == []
     assert aside(here + 1) == ["a"]

@@ -13,7 +13,7 @@ DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "batch")
 
 
 def entries(*ids: str, verdict: Verdict = ACK) -> list[Entry]:
-    return [Entry(each, "", verdict) for each in ids]
+    return [Entry(item, "", verdict) for item in ids]
 
 
 def settlement(*named: str, dead: tuple[str, ...] = (), rest: Verdict = ACK) -> Settlement:

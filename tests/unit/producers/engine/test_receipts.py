@@ -31,9 +31,9 @@ def test_redelivered_message_is_leased_by_new_receipt(tmp_path):
     opened(tmp_path).close("g")
     other = opened(tmp_path).of("g")
     assert other is not receipts
-    for each in (receipts, other):
-        assert (each.lost, each.held(), each.due(60.0)) == (set(), ["a", "b"], ["a", "b"])
-        assert each.handles["a"] == "a-2"
+    for item in (receipts, other):
+        assert (item.lost, item.held(), item.due(60.0)) == (set(), ["a", "b"], ["a", "b"])
+        assert item.handles["a"] == "a-2"
 
     # and it may be lost again
     other.lose(["a"])

@@ -36,7 +36,7 @@ class Broker:
         answer = self.answers.pop(0) if self.answers else {}
         if isinstance(answer, Exception):
             raise answer
-        return {place: answer[each] for place, each in enumerate(entries) if each in answer}
+        return {place: answer[item] for place, item in enumerate(entries) if item in answer}
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def test_bisection_skips_answered_entries(send):
 
 @pytest.mark.parametrize("lost", ["c", "d"])
 def test_bisection_keeps_unclear_entries(send, lost):
-    said = {"c": LATER, "d": LATER, lost: PERHAPS}
-    broker = Broker(said, Refused("bad"), {"c": GONE}, {"d": GONE})
+    text = {"c": LATER, "d": LATER, lost: PERHAPS}
+    broker = Broker(text, Refused("bad"), {"c": GONE}, {"d": GONE})
 
-    assert send(broker, FOUR) == {each: GONE._replace(unclear=each == lost) for each in "cd"}
+    assert send(broker, FOUR) == {item: GONE._replace(unclear=item == lost) for item in "cd"}
     assert broker.asked == ["abcd", "cd", "c", "d"]
 
 
@@ -98,11 +98,11 @@ def test_bisection_ends_after_ten_single_refusals(send):
     hopeless = Broker(*[Refused("bad")] * 100)
 
     assert len(send(hopeless, keys)) == 16
-    assert len([each for each in hopeless.asked if len(each) == 1]) == 10
+    assert len([item for item in hopeless.asked if len(item) == 1]) == 10
 
     first, *others = keys
     hopeful = Broker({}, *[Refused("bad")] * 100)
     four = [first, *others[:3]]
 
     assert len(send(hopeful, [*four, *keys[4:]])) == 12
-    assert len([each for each in hopeful.asked if len(each) == 1]) == 12
+    assert len([item for item in hopeful.asked if len(item) == 1]) == 12

@@ -10,7 +10,7 @@ def test_message_error_is_counted_with_reason():
     guard, done = MessageGuard(), []
 
     for key in ("a", "b", "c", "d"):
-        with guard.each(key):
+        with guard.isolate(key):
             if key == "b":
                 raise ProducerError("its routing key cannot be published again")
             if key != "a":
@@ -28,7 +28,7 @@ def test_message_error_is_counted_with_reason():
 def test_outage_and_kill_concern_all_messages(error):
     guard = MessageGuard()
 
-    with pytest.raises(type(error)), guard.each("a"):
+    with pytest.raises(type(error)), guard.isolate("a"):
         raise error
 
     assert not guard.refused

@@ -39,10 +39,10 @@ def test_request_has_at_most_512_kib_as_sent():
 def test_ids_keep_order_and_are_grouped_by_deadline(given):
     sent = [(str(n), Hidden("x" * size, seconds)) for n, (size, seconds) in enumerate(given)]
     made = list(portions(sent))
-    for seconds in {each.seconds for _, each in sent}:
-        asked = [each for request in made for each in request if each[1].seconds == seconds]
-        assert asked == [each for each in sent if each[1].seconds == seconds]
+    for seconds in {item.seconds for _, item in sent}:
+        call = [item for request in made for item in request if item[1].seconds == seconds]
+        assert call == [item for item in sent if item[1].seconds == seconds]
     for request in made:
-        assert len({each.seconds for _, each in request}) == 1
+        assert len({item.seconds for _, item in request}) == 1
         assert len(request) <= MAX_IDS
-        assert len(request) == 1 or sum(len(each.receipt) for _, each in request) < MAX_REQUEST
+        assert len(request) == 1 or sum(len(item.receipt) for _, item in request) < MAX_REQUEST

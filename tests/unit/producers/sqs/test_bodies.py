@@ -78,7 +78,7 @@ def kept(staged: StagedRun) -> list[bytes]:
         with ParquetFile(staged.files, path) as file:
             for group in range(file.groups):
                 column = file.read(group, ["_payload"])["_payload"].to_pylist()
-                found += [each for each in column if each is not None]
+                found += [item for item in column if item is not None]
     return found
 
 

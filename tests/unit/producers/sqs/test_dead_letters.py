@@ -143,7 +143,7 @@ def test_requeued_message_has_original_attributes(count):
     assert (back["MessageGroupId"], back["MessageDeduplicationId"]) == ("g", "the letter's")
     received = received_again(back["MessageAttributes"])
     assert received is not None
-    own = {name: each for name, each in received.items() if name != "broadway_requeued"}
+    own = {name: item for name, item in received.items() if name != "broadway_requeued"}
     assert {n: e.get("StringValue", e.get("BinaryValue")) for n, e in own.items()} == {
         f"a{number}": b"\x00" if number == count - 1 else f"v{number}" for number in range(count)
     }

@@ -59,9 +59,9 @@ def test_what_is_fine_gives_the_sums(broadway_crash_test: Callable[..., Sums]) -
 def test_a_pipeline_that_fails_every_message_is_told_so(
     broadway_crash_test: Callable[..., Sums],
 ) -> None:
-    with pytest.raises(CrashTestError, match="use messages that this pipeline can handle") as told:
+    with pytest.raises(CrashTestError, match="use messages that this pipeline can handle") as error:
         broadway_crash_test(Fails, ["1"])
-    assert "no good" in str(told.value)
+    assert "no good" in str(error.value)
 
 
 def test_what_another_process_cannot_import_is_refused(
