@@ -71,7 +71,7 @@ print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("program", "result"),
     [
         (RAISES, "the broker is gone\nno child is left\n"),
         (SLEEPS, "['died', 'done', 'done']\n['done', 'done']\n"),

@@ -74,7 +74,7 @@ def test_an_oversized_message_is_handled_alone(world):
 
 
 @pytest.mark.parametrize(
-    ("connection", "told"),
+    ("connection", "result"),
     [
         (None, "the Airflow connection 'puppets' is not defined; add it under Admin"),
         ({"conn_type": "mysql", "host": "db"}, "'puppets' is of type 'mysql'; an embedded queue"),
@@ -131,7 +131,7 @@ def test_one_bad_row_of_spark_spares_the_others(world):
 
 
 @pytest.mark.parametrize(
-    ("root", "told"),
+    ("root", "result"),
     [
         ("file:///proc/nowhere", ("/proc/nowhere", "[broadway] staging")),
         ("file://{folder}/file/below", ("{folder}/file/below", "[broadway] staging")),

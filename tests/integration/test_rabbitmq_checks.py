@@ -202,7 +202,7 @@ def test_the_management_tag_suffices_except_for_feature_flags(place, extra):
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "result"),
     [
         ("", "is false"),
         ("ftp://host", "must be http"),

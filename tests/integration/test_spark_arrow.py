@@ -189,7 +189,7 @@ def test_row_groups_are_shared_by_the_tasks_of_a_batch(bucket, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "result"),
     [
         (
             {"key": "AKIAWRONG"},
@@ -307,7 +307,7 @@ def test_driver_killed_after_its_write_is_followed_by_another(lake):
 
 @pytest.mark.airflow
 @pytest.mark.parametrize(
-    ("spark", "told"),
+    ("spark", "result"),
     [
         (
             {

@@ -946,7 +946,7 @@ def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "code", "told"),
+    ("happens", "code", "result"),
     [
         (_interrupts, 130, ""),
         (_is_over, 1, ""),

@@ -57,7 +57,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "text"),
     [
         ("struck_shop", "a pipeline is named as module:Class"),
         ("struck_nowhere:Fine", "module 'struck_nowhere' cannot be imported"),
