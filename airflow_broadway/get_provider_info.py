@@ -183,7 +183,7 @@ def get_provider_info() -> dict[str, Any]:
         ],
         "config": {
             "broadway": {
-                "description": "What airflow-broadway's operators go by unless they are told.",
+                "description": "Defaults of airflow-broadway's operators.",
                 "options": {
                     "staging": {
                         "description": "URI of the folder that holds the files of runs: messages "

@@ -44,7 +44,7 @@ DEFAULT_ARGS: Mapping[str, Any] = {"retries": 2, "retry_delay": timedelta(second
 
 
 #: The sections of the form, in which Airflow's UI shows the params.
-_WHAT, _HOW_MUCH = "What the run handles", "How much it takes"
+_SOURCE, _BUDGET = "Source of messages", "Budget"
 #: Source → its label in the form; ``null`` is an empty field.
 _SOURCES: Mapping[str, str] = {
     "null": "As usual: the queue, or a backfill's own interval",
@@ -66,7 +66,7 @@ def make_params() -> dict[str, Param]:
 
 def _source_params() -> dict[str, Param]:
     """Returns the params of the run's source."""
-    text: dict[str, Any] = {"type": ["null", "string"], "section": _WHAT}
+    text: dict[str, Any] = {"type": ["null", "string"], "section": _SOURCE}
     instant = {**text, "format": "date-time"}
     interval = "Of an archive or a log.  Empty: as the run's data interval."
     return {
@@ -100,14 +100,14 @@ def _source_params() -> dict[str, Param]:
             None,
             type=["null", "array"],
             items={"type": "string"},
-            section=_WHAT,
+            section=_SOURCE,
             title="Its batches",
             description="The ids of those batches, one a line.  Empty: all that were handled.",
         ),
         "dry_run": Param(
             False,
             type="boolean",
-            section=_WHAT,
+            section=_SOURCE,
             title="Dry run: only look",
             description="Count what there is, report what a run would take, and take nothing.",
         ),
@@ -128,7 +128,7 @@ def _budget_params() -> dict[str, Param]:
             None,
             type=["null", kind],
             minimum=minimum,
-            section=_HOW_MUCH,
+            section=_BUDGET,
             title=title,
             description=f"{text}  Empty: as the Dag says.",
         )

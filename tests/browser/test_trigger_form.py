@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.airflow]
 
 DIALOG = "[role=dialog]"
 #: The form's sections, one of which is open at a time.
-WHAT, HOW_MUCH = "What the run handles", "How much it takes"
+SOURCE, BUDGET = "Source of messages", "Budget"
 
 
 class Form:
@@ -33,15 +33,15 @@ class Form:
         return self._browser.find(f"{DIALOG} {css}")
 
     def choose_source(self, title: str) -> None:
-        self.field(WHAT, "#element_source [role=combobox]").click()
+        self.field(SOURCE, "#element_source [role=combobox]").click()
         self._browser.saying(f"{DIALOG} [role=option]", title).click()
 
     def dry_run(self) -> None:
-        self.field(WHAT, "[id='switch:element_dry_run']").click()
+        self.field(SOURCE, "[id='switch:element_dry_run']").click()
         assert self._browser.all("[name=element_dry_run]")[0].is_selected()
 
     def max_messages(self, number: int) -> None:
-        self.field(HOW_MUCH, "[name=element_max_messages]").send_keys(str(number))
+        self.field(BUDGET, "[name=element_max_messages]").send_keys(str(number))
 
 
 @contextmanager

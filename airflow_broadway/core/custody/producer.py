@@ -176,7 +176,7 @@ class Producer(Options):
         default=None,
         rule=IDENTITY.or_none(),
         doc=(
-            "By what messages are copies of one message, whose rows a sink gets once:"
+            "Identifies copies of one message, whose rows a sink gets once:"
             " ``header:NAME``, or a JSON pointer into the payload; RabbitMQ: ``message_id``, too."
             "  ``None``: the broker's id (RabbitMQ: ``message_id``, of redelivered messages alone)."
         ),

@@ -180,7 +180,7 @@ class Batcher(Options):
     engine: str = option(
         default="spark",
         rule=one_of("spark", "python"),
-        doc="What runs ``handle_batch``: ``spark`` passes it a DataFrame, ``python`` a list.",
+        doc="Runs ``handle_batch``: ``spark`` passes it a DataFrame, ``python`` a list.",
         no_template=_DETERMINES_TASKS,
     )
     batch_size: Any = option(

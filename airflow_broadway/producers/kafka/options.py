@@ -198,7 +198,7 @@ class KafkaOptions(Producer):
         default="partition",
         rule=one_of("partition", "key", "none"),
         doc=(
-            "What stays in order: a ``partition``, which stops at a message to be retried;"
+            "Kept in order: a ``partition``, which stops at a message to be retried;"
             " the messages of a ``key`` in it; or ``none``: messages to be retried are sent"
             " to ``retry_topic``, and hold up nothing."
         ),

@@ -119,7 +119,7 @@ class QueueJournal:
         try:
             names = self.log_of(generation).names()
         except StagingError as error:
-            log.warning("What a settlement published cannot be read: %s", error)
+            log.warning("The journal of a settlement cannot be read: %s", error)
             return frozenset()
         return frozenset(match[1] for match in map(_TURN.fullmatch, names) if match)
 
