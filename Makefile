@@ -61,10 +61,10 @@ faults: ## Kill tasks at random instants and count every message; build/faults.j
 	@$(RUN) --rabbitmq --kafka --quick-spark --airflow airflow-faults python -m tests.faults $(ARGS)
 
 cluster: ## Flights through Airflow with Celery, PostgreSQL and a bucket on several hosts, counted; build/cluster.json
-	@$(RUN) --rabbitmq --cluster --airflow airflow-cluster python -m tests.cluster $(ARGS)
+	@$(RUN) --rabbitmq --kafka --tables --cluster --airflow airflow-cluster python -m tests.cluster $(ARGS)
 
 test-cluster: ## The same as a test
-	@$(RUN) --rabbitmq --cluster --airflow airflow-cluster pytest -m slow tests/cluster $(ARGS)
+	@$(RUN) --rabbitmq --kafka --tables --cluster --airflow airflow-cluster pytest -m slow tests/cluster $(ARGS)
 
 mutants: ## Break custody, settlement, staging and stages in 260 places, one at a time, and see the tests fail
 	@$(RUN) --airflow airflow-mutants python -m tests.mutants $(ARGS)

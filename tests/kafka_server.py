@@ -387,11 +387,13 @@ class ApacheKafka(KafkaServer):
     :data:`USER` has the rights of its ACLs.
 
     :param brokers: Nodes, each a broker and a controller; their ids are 1 and so on.
+    :param address: Where clients in plain text find it.
     """
 
     kind: ClassVar[str] = "apache"
 
     brokers: int = 1
+    address: str = "127.0.0.1"
     nodes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     ports: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
@@ -407,7 +409,7 @@ class ApacheKafka(KafkaServer):
                 self._format(node)
         for node in self.ports:
             self.run_node(node)
-        self.bootstrap = ",".join(f"127.0.0.1:{plain}" for plain, _, _ in self.ports.values())
+        self.bootstrap = ",".join(f"{self.address}:{plain}" for plain, _, _ in self.ports.values())
         self._wait(time.monotonic() + wait)
 
     @property
@@ -479,7 +481,7 @@ class ApacheKafka(KafkaServer):
         plain, secure, controller = self.ports[node]
         voters = ",".join(f"{node}@127.0.0.1:{ports[2]}" for node, ports in self.ports.items())
         copies = min(3, self.brokers)
-        listeners = f"PLAINTEXT://127.0.0.1:{plain},SASL_SSL://127.0.0.1:{secure}"
+        listeners = f"PLAINTEXT://{self.address}:{plain},SASL_SSL://127.0.0.1:{secure}"
         settings = {
             "process.roles": "broker,controller",
             "node.id": node,
@@ -535,7 +537,7 @@ class ApacheKafka(KafkaServer):
                 tail = (self.folder / f"node-{(gone or [1])[0]}.log").read_text(errors="replace")
                 self.stop()
                 raise RuntimeError(f"Apache Kafka did not start: {tail[-2000:]}")
-            if all(_answers(plain) for plain, _, _ in self.ports.values()):
+            if all(_answers(self.address, plain) for plain, _, _ in self.ports.values()):
                 with self.consumer() as consumer, suppress(KafkaException):
                     if len(consumer.list_topics(timeout=1).brokers) == len(self.nodes):
                         return
@@ -562,9 +564,9 @@ def _java(main: str, *arguments: str) -> list[str]:
     return [java, *_JAVA_OPTIONS, _LOG_LEVEL, "-cp", f"{jars}/*", main, *arguments]
 
 
-def _answers(port: int) -> bool:
+def _answers(host: str, port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        socket.create_connection((host, port), timeout=1).close()
     except OSError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""A standalone cluster of Spark on loopback: a master and workers, from PySpark's own jars."""
+"""A standalone cluster of Spark: a master and workers, from PySpark's own jars."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +14,7 @@ import psutil
 import pyspark
 
 from scripts.local_airflow import free_port
+from tests.cluster.hosts import Host
 from tests.waiting import eventually
 
 HOME = Path(pyspark.__file__).parent
@@ -24,11 +26,21 @@ class Standalone:
     """The cluster; each worker has one core, for one executor.
 
     :param folder: Of logs and workers' files.
+    :param address: Where the master listens, and workers that have no host of their own.
+    :param hosts: Those of the workers.
     """
 
-    def __init__(self, folder: Path, workers: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        workers: int = 2,
+        *,
+        address: str = "127.0.0.1",
+        hosts: Sequence[Host] = (),
+    ) -> None:
         self._folder, self._workers = folder, workers
-        self.master = f"spark://127.0.0.1:{free_port()}"
+        self._address, self._hosts = address, hosts
+        self.master = f"spark://{address}:{free_port()}"
         #: By name: ``master``, ``worker-0`` …
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -36,18 +48,23 @@ class Standalone:
         self._folder.mkdir(parents=True)
         port = self.master.rpartition(":")[2]
         try:
-            self._start("master", "master.Master", "--port", port)
-            self._wait("master", "I have been elected leader")
+            self._start("master", self._folder, "master.Master", "--port", port)
+            self._wait("master", self._folder, "I have been elected leader")
             for number in range(self._workers):
-                name = f"worker-{number}"
-                own = ["--cores", "1", "--memory", MEMORY, "--work-dir", str(self._folder / name)]
-                self._start(name, "worker.Worker", *own, self.master)
-            for number in range(self._workers):
-                self._wait(f"worker-{number}", "Successfully registered with master")
+                self.start_worker(number)
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def start_worker(self, number: int) -> None:
+        """Starts a worker, and waits until the master knows it."""
+        name, host = f"worker-{number}", self._hosts[number] if self._hosts else None
+        folder = host.folder if host else self._folder
+        work = host.disk if host else self._folder
+        own = ["--cores", "1", "--memory", MEMORY, "--work-dir", str(work / name)]
+        self._start(name, folder, "worker.Worker", *own, self.master, host=host)
+        self._wait(name, folder, "Successfully registered with master")
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
@@ -68,22 +85,30 @@ class Standalone:
         eventually(look, 120.0)
         return found[0]
 
-    def _start(self, name: str, program: str, *arguments: str) -> None:
+    def _start(
+        self, name: str, folder: Path, program: str, *arguments: str, host: Host | None = None
+    ) -> None:
+        address = host.address if host else self._address
         command = [str(HOME / "bin" / "spark-class"), f"org.apache.spark.deploy.{program}"]
-        command += ["--host", "127.0.0.1", "--webui-port", "0", *arguments]
+        command += ["--host", address, "--webui-port", "0", *arguments]
         env = {
             **os.environ,
             "SPARK_HOME": str(HOME),
-            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_LOCAL_IP": address,
             "SPARK_DAEMON_MEMORY": "192m",
             "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
             "PYSPARK_PYTHON": sys.executable,
         }
-        with (self._folder / f"{name}.log").open("wb") as log:
-            self.processes[name] = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        log = folder / f"{name}.log"
+        log.unlink(missing_ok=True)
+        if host:
+            self.processes[name] = host.start(name, command, env)
+            return
+        with log.open("wb") as file:
+            self.processes[name] = subprocess.Popen(command, env=env, stdout=file, stderr=file)
 
-    def _wait(self, name: str, line: str) -> None:
-        log = self._folder / f"{name}.log"
+    def _wait(self, name: str, folder: Path, line: str) -> None:
+        log = folder / f"{name}.log"
         eventually(
             lambda: re.search(line, log.read_text()) or self.processes[name].poll() is not None,
             120.0,

@@ -1,7 +1,8 @@
 """``make cluster``: flights through an Airflow of several hosts, counted from outside.
 
-Hosts are namespaces of this machine: PostgreSQL, RabbitMQ and an S3 server, a control host, and two
-Celery workers that share nothing but the bucket and the DAGs.  build/cluster.json has the report.
+Hosts are namespaces of this machine: one with PostgreSQL, brokers, an S3 server and a Spark master,
+a control host, two Celery workers that share nothing but the bucket and the DAGs, and two Spark
+workers.  build/cluster.json has the report.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 
 from scripts.airflow_api import LocalAirflowError
 from scripts.load_flights import add_arguments
-from tests.cluster.cases import CASES, run_case
-from tests.cluster.cluster import DAG_ID, FOLDER, run_cluster
-from tests.cluster.hosts import HostMissing, enter
+from tests.cluster.cases import CASES, Case, run_case
+from tests.cluster.cluster import FOLDER, Cluster, run_cluster
+from tests.cluster.hosts import HostMissing, Network, enter
 from tests.cluster.services import ServiceMissing
 
 
@@ -24,18 +25,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make cluster", description=__doc__)
     add_arguments(parser, messages=20_000)
     parser.add_argument("--case", default="", help="only cases whose name contains this")
+    queues = sorted({case.queue for case in CASES})
+    parser.add_argument("--queue", choices=queues, action="append", help="only cases of this one")
     options = parser.parse_args()
-    cases = [case for case in CASES if options.case in case.name]
+    wanted = options.queue or queues
+    cases = [case for case in CASES if options.case in case.name and case.queue in wanted]
     if not cases:
         parser.error(f"no case's name contains {options.case!r}")
     results: list[dict[str, Any]] = []
     try:
         network = enter()
         with run_cluster(network) as cluster:
-            cluster.wait_for_dag(DAG_ID)
+            for queue in cluster.queues.values():
+                cluster.wait_for_dag(queue.dag_id)
             for case in cases:
-                if case.network and not network.kind.is_separate:
-                    print(f"left out, for hosts share a network: {case.name}")
+                if reason := missing(case, cluster, network):
+                    print(f"left out, for {reason}: {case.queue}, {case.name}", flush=True)
                     continue
                 results.append(run_case(cluster, case, options.messages, options.seed))
                 print(
@@ -47,6 +52,15 @@ def main() -> int:
     finally:
         FOLDER.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
     return int(any(r["lost"] or r["unmarked"] or r["runs"][-1] != "success" for r in results))
+
+
+def missing(case: Case, cluster: Cluster, network: Network) -> str:
+    """Returns why a case is left out; empty if it is not."""
+    if case.network and not network.kind.is_separate:
+        return "hosts share a network"
+    if case.queue not in cluster.queues:
+        return "Maven could not resolve its jars"
+    return ""
 
 
 if __name__ == "__main__":

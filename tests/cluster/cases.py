@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,25 +13,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.cluster import DAG_ID, TRIGGERER, WORKERS, Cluster
-from tests.cluster.hosts import NamespaceHost
+from airflow_broadway import __version__
+from scripts.airflow_env import ROOT
+from tests.cluster.cluster import TRIGGERER, WORKERS, Cluster
+from tests.cluster.hosts import NamespaceHost, kill_tree
 from tests.cluster.services import ServiceMissing
 
 #: Seconds for which a service or a host is away.
 OUTAGE = 30.0
-PROCESS = "broadway.process"
+PROCESS, BATCHES = "broadway.process", "broadway.handle_batches"
 #: Runs after which a case is given up.
 MAX_RUNS = 5
 #: Seconds by which one host's clock is ahead.
 SKEW = 300
+#: The release of one worker.
+NEWER = "9.9.9"
 
 
 @dataclass
 class Case:
     """One run, and the fault that strikes it.
 
-    :param disturb: Called once, when the run's process tasks are at work, with the name of the
-        worker that executes the first of them.
+    :param disturb: Called once, when ``task`` is at work, with the name of the worker that executes
+        it.
+    :param queue: Of which queue; left out where that broker, or Spark's driver of PostgreSQL, is
+        missing.
     :param worker_env: Variables of the second worker, from before the run until its end.
     :param network: Whether it takes a host off the network.
     :param retries: Whether it fails a task.
@@ -38,6 +45,8 @@ class Case:
 
     name: str
     disturb: Callable[[Cluster, str], None] = lambda cluster, worker: None
+    queue: str = "RabbitMQ"
+    task: str = PROCESS
     worker_env: Callable[[Cluster], Mapping[str, str]] = field(default=lambda cluster: {})
     network: bool = False
     retries: bool = False
@@ -51,17 +60,21 @@ def run_case(cluster: Cluster, case: Case, messages: int, seed: int | None) -> d
     if env:
         cluster.kill(WORKERS[1], "celery")
         cluster.start_worker(WORKERS[1], env)
-    expected = cluster.send(messages, seed)
+    queue = cluster.queues[case.queue]
+    expected = cluster.send(queue, messages, seed)
     began, states, hosts, retries = time.monotonic(), list[str](), set[str](), 0
-    while not states or states[-1] != "success" or cluster.backlog():
-        run_id = cluster.trigger(DAG_ID)
+    while not states or states[-1] != "success" or queue.backlog():
+        run_id = cluster.trigger(queue.dag_id)
         if not states:
             working = ("running", "success")
-            task = cluster.wait_for_task(DAG_ID, run_id, PROCESS, working, map_index=0)
+            place = 0 if case.task == PROCESS else -1
+            task = cluster.wait_for_task(
+                queue.dag_id, run_id, case.task, working, map_index=place, timeout=300
+            )
             time.sleep(2.0)
             case.disturb(cluster, task["hostname"])
-        states.append(cluster.wait_for_run(DAG_ID, run_id, timeout=600))
-        tasks = cluster.task_instances(DAG_ID, run_id)
+        states.append(cluster.wait_for_run(queue.dag_id, run_id, timeout=600))
+        tasks = cluster.task_instances(queue.dag_id, run_id)
         hosts |= {task["hostname"] for task in tasks if task["hostname"]}
         retries += sum(max(0, task["try_number"] - 1) for task in tasks)
         if env:
@@ -70,11 +83,12 @@ def run_case(cluster: Cluster, case: Case, messages: int, seed: int | None) -> d
             env = {}
         if len(states) > MAX_RUNS:
             break
-    rows, dead_letters = cluster.output(), set(cluster.dead_letters())
-    cluster.purge_dead_letters()
+    rows = {n: marks for n, marks in cluster.output().items() if n in expected.rows}
+    dead_letters = {json.loads(body)["number"] for body in queue.take_dead_letters()}
     again = [marks for marks in rows.values() if len(marks) > 1]
     return {
         "case": case.name,
+        "queue": case.queue,
         "messages": messages,
         "lost": len(expected.rows - set(rows)) + len(expected.dead_letters - dead_letters),
         "handled again": sum(len(marks) - 1 for marks in again),
@@ -98,6 +112,21 @@ def kill_triggerer(cluster: Cluster, worker: str) -> None:
     cluster.kill(*TRIGGERER)
     time.sleep(5.0)
     cluster.start_component(TRIGGERER[1])
+
+
+def kill_executor(cluster: Cluster, worker: str) -> None:
+    """Kills an executor of Spark; its worker starts another."""
+    assert cluster.spark
+    cluster.spark.executor("worker-0").kill()
+
+
+def kill_spark_worker(cluster: Cluster, worker: str) -> None:
+    """Kills a worker of Spark with its executor; it starts again after a while."""
+    assert cluster.spark
+    cluster.spark.executor("worker-1").kill()
+    kill_tree(cluster.spark.processes["worker-1"])
+    time.sleep(5.0)
+    cluster.spark.start_worker(1)
 
 
 def stall_bucket(cluster: Cluster, worker: str) -> None:
@@ -147,6 +176,21 @@ def with_skewed_clock(cluster: Cluster) -> Mapping[str, str]:
     return env
 
 
+def with_newer_release(cluster: Cluster) -> Mapping[str, str]:
+    """Returns the variables of a worker that has another release of this package."""
+    host = cluster.hosts[WORKERS[1]]
+    code = host.folder / "newer"
+    shutil.rmtree(code, ignore_errors=True)
+    shutil.copytree(ROOT / "airflow_broadway", code / "airflow_broadway")
+    version = code / "airflow_broadway" / "core" / "version.py"
+    version.write_text(version.read_text().replace(f'"{__version__}"', f'"{NEWER}"'))
+    env = {"PYTHONPATH": f"{host.disk / 'newer'}{os.pathsep}{cluster.env['PYTHONPATH']}"}
+    found = "import airflow_broadway as a; print(a.__version__)"
+    found = host.run([sys.executable, "-c", found], {**cluster.env, **env}).strip()
+    assert found == NEWER, found
+    return env
+
+
 CASES = [
     Case("nothing"),
     Case("a worker is killed", kill_worker, retries=True),
@@ -156,4 +200,23 @@ CASES = [
     Case("the triggerer is killed", kill_triggerer),
     Case("a worker without the bucket's credentials", worker_env=without_credentials, retries=True),
     Case("a worker's clock is 5 minutes ahead", worker_env=with_skewed_clock),
+    Case("a worker has a newer release", worker_env=with_newer_release),
+    Case("nothing", queue="SQS"),
+    Case("a worker is killed", kill_worker, queue="SQS", retries=True),
+    Case("the bucket is away for 30 s", stall_bucket, queue="SQS"),
+    Case("a worker's clock is 5 minutes ahead", queue="SQS", worker_env=with_skewed_clock),
+    Case("nothing", queue="Kafka"),
+    Case("a worker is killed", kill_worker, queue="Kafka", retries=True),
+    Case("the bucket is away for 30 s", stall_bucket, queue="Kafka"),
+    Case("nothing", queue="Spark", task=BATCHES),
+    Case("an executor is killed", kill_executor, queue="Spark", task=BATCHES),
+    Case("a Spark worker is killed", kill_spark_worker, queue="Spark", task=BATCHES),
+    Case("a worker is killed", kill_worker, queue="Spark", task=BATCHES, retries=True),
+    Case("PostgreSQL restarts", restart_database, queue="Spark", task=BATCHES),
+    Case(
+        "a worker has a newer release",
+        queue="Spark",
+        task=BATCHES,
+        worker_env=with_newer_release,
+    ),
 ]

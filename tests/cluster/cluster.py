@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pika
+import psycopg
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from scripts.airflow_api import AirflowApi, ApiError, LocalAirflowError
@@ -19,34 +20,66 @@ from scripts.airflow_env import ROOT, airflow_env
 from scripts.load_flights import flights
 from scripts.local_airflow import COMPONENTS, free_port
 from tests.cluster.hosts import Network, Process, kill_tree
+from tests.cluster.queues import KafkaTopic, Queue, RabbitMQQueue, SqsQueue
 from tests.cluster.services import BUCKET, Services, run_services
-from tests.rabbitmq_server import RabbitServer
+from tests.spark_standalone import Standalone
 
 BUILD = ROOT / "build"
 FOLDER = BUILD / "cluster"
 CONTROL, WORKERS = "control", ("worker-1", "worker-2")
 TRIGGERER = CONTROL, "triggerer"
-DAG_ID, QUEUE = "cluster_flights", "flights"
+SPARK_HOSTS = ("spark-1", "spark-2")
+#: The driver of PostgreSQL for Spark, where Maven could resolve it.
+JDBC = next((ROOT / "build" / "tables").glob("postgresql-*.jar"), None)
 _WORKER = ["celery", "worker", "--concurrency", "2", "--skip-serve-logs", "--without-gossip"]
 
 
 class Cluster(AirflowApi):
     """The running cluster; its API is Airflow's, on the control host.
 
-    :param services: PostgreSQL, RabbitMQ and S3.
+    :param services: PostgreSQL, brokers and S3.
     """
+
+    #: A standalone Spark whose workers have hosts of their own; ``None`` without :data:`JDBC`.
+    spark: Standalone | None = None
 
     def __init__(self, services: Services, network: Network, folder: Path) -> None:
         self.services, self.folder = services, folder
-        self.hosts = network.make_hosts([CONTROL, *WORKERS], folder, BUILD)
+        names = [CONTROL, *WORKERS, *SPARK_HOSTS]
+        self.hosts = network.make_hosts(names, folder, BUILD)
         self.port = free_port()
         super().__init__(f"http://{self.hosts[CONTROL].address}:{self.port}")
         self.processes: dict[tuple[str, str], Process] = {}
         self._restarts = Counter[str]()
+        self._sent = 0
         self.env = self._environment(network.gateway)
+        self.queues: dict[str, Queue] = {
+            "RabbitMQ": RabbitMQQueue("cluster_flights", services.rabbitmq, "flights"),
+            "SQS": SqsQueue("cluster_sqs", services.sqs, "flights"),
+        }
+        if services.kafka:
+            self.queues["Kafka"] = KafkaTopic("cluster_kafka", services.kafka, "flights")
 
-    def start(self) -> None:
-        """Makes the metadata database, and starts every component and worker."""
+    def start(self, stack: ExitStack, gateway: str) -> None:
+        """Makes the metadata database and the table, and starts Spark, every component and worker.
+
+        :param stack: Ends Spark.
+        """
+        with self._database() as session:
+            session.execute("CREATE TABLE flights (number int, redelivered boolean)")
+        if JDBC:
+            hosts = [self.hosts[name] for name in SPARK_HOSTS]
+            # Hosts do not see the build folder of this one.
+            jars = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cluster-jars-")))
+            shutil.copy(JDBC, jars)
+            spark = Standalone(self.folder / "spark", address=gateway, hosts=hosts)
+            self.spark = stack.enter_context(spark)
+            client = {"deploy-mode": "client"}
+            connection = {"conn_type": "spark", "host": spark.master, "extra": client}
+            self.env["AIRFLOW_CONN_CLUSTER_SPARK"] = json.dumps(connection)
+            self.env["CLUSTER_JARS"] = str(jars / JDBC.name)
+            rabbitmq = self.services.rabbitmq
+            self.queues["Spark"] = RabbitMQQueue("cluster_spark", rabbitmq, "spark_flights")
         migrate = self.hosts[CONTROL].start("migrate", [*_AIRFLOW, "db", "migrate"], self.env)
         if migrate.wait():
             raise self._failure("Airflow's database could not be made", "migrate")
@@ -153,7 +186,13 @@ class Cluster(AirflowApi):
                 "login": "guest",
                 "password": "guest",
             },
+            "cluster_sqs": self.services.sqs.connection(
+                endpoint_url=f"http://{gateway}:{self.services.sqs_gate.port}"
+            ),
+            "cluster_postgres": {**self.services.postgres.connection, "conn_type": "postgres"},
         }
+        if self.services.kafka:
+            connections["cluster_kafka"] = self.services.kafka.connection()
         home = self.folder / "airflow"
         dags = Path(__file__).with_name("dags")
         env = airflow_env(ROOT, port=self.port, home=home, dags=dags, settings=settings)
@@ -168,18 +207,16 @@ class Cluster(AirflowApi):
 
     # -- messages and output ---------------------------------------------------------------------
 
-    def send(self, count: int, seed: int | None) -> Expected:
-        """Publishes flights, each with a number, to the queue, which is empty.
+    def send(self, queue: Queue, count: int, seed: int | None) -> Expected:
+        """Sends flights, each with a number of its own, to a queue, which is empty.
 
         :param seed: Selects them at random; ``None``: the first ones.
         """
-        server, expected = self.services.rabbitmq, Expected()
-        bucket = self.services.bucket()
-        if bucket.exists(f"{BUCKET}/output"):
-            bucket.rm(f"{BUCKET}/output", recursive=True)
-        server.declare(QUEUE, **{"x-queue-type": "quorum"})
-        bodies = (expected.watch(n, flight) for n, flight in enumerate(flights(count, seed)))
-        server.fill(QUEUE, bodies)
+        expected = Expected()
+        queue.fill(
+            expected.watch(n, flight) for n, flight in enumerate(flights(count, seed), self._sent)
+        )
+        self._sent += count
         return expected
 
     def output(self) -> dict[int, list[bool]]:
@@ -189,34 +226,16 @@ class Cluster(AirflowApi):
             for line in bucket.cat(path).splitlines():
                 row = json.loads(line)
                 rows[row["number"]].append(row["redelivered"])
+        with self._database() as session:
+            for number, redelivered in session.execute("SELECT * FROM flights"):
+                rows[number].append(redelivered)
         return rows
 
-    def dead_letters(self) -> list[int]:
-        """Returns the numbers of the flights in the dead-letter queue."""
-        return [json.loads(body)["number"] for body in _bodies(self.services.rabbitmq)]
-
-    def backlog(self) -> int:
-        """Returns the messages in the source queue and the holding queues, once none of them is
-        unacknowledged: a host that was away keeps them until its connection ends.
-
-        :raises LocalAirflowError: If some still are after five minutes.
-        """
-        server, held = self.services.rabbitmq, dict[str, int]()
-
-        def is_released() -> bool:
-            rows = server.control("list_queues", "-q", "name", "messages_unacknowledged")
-            counts = dict(line.split() for line in rows.splitlines())
-            names = [n for n in counts if n == QUEUE or n.startswith("broadway.held.")]
-            held.update({name: int(counts[name]) for name in names})
-            return not any(held.values())
-
-        self._wait(is_released, 300.0, lambda: f"Messages are still held: {held}", "scheduler")
-        return server.count(*held)
-
-    def purge_dead_letters(self) -> None:
-        """Empties the dead-letter queue."""
-        with self.services.rabbitmq.channel() as channel:
-            channel.queue_delete(f"broadway.dead.{QUEUE}")
+    def _database(self) -> psycopg.Connection[tuple[Any, ...]]:
+        """Connects to the database that has the table, which is Airflow's, too."""
+        server = self.services.postgres.connection
+        host, port, user = server["host"], server["port"], server["login"]
+        return psycopg.connect(host=host, port=port, user=user, dbname=server["schema"])
 
 
 class Expected:
@@ -238,18 +257,6 @@ _MAX_RESTARTS = 5
 _AIRFLOW = [sys.executable, "-m", "airflow"]
 
 
-def _bodies(server: RabbitServer) -> Iterator[bytes]:
-    with server.channel() as channel:
-        while True:
-            try:
-                method, _, body = channel.basic_get(f"broadway.dead.{QUEUE}")
-            except pika.exceptions.ChannelClosedByBroker:  # the queue does not exist
-                return
-            if method is None:
-                return
-            yield body
-
-
 @contextmanager
 def run_cluster(network: Network, folder: Path = FOLDER) -> Iterator[Cluster]:
     """Starts services, hosts and Airflow; everything ends with the namespaces of this program.
@@ -259,10 +266,10 @@ def run_cluster(network: Network, folder: Path = FOLDER) -> Iterator[Cluster]:
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with run_services(folder, network.gateway) as services:
+    with run_services(folder, network.gateway) as services, ExitStack() as stack:
         cluster = Cluster(services, network, folder)
         try:
-            cluster.start()
+            cluster.start(stack, network.gateway)
             yield cluster
         finally:
             for process in cluster.processes.values():

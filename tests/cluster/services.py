@@ -1,4 +1,4 @@
-"""The services of the cluster: PostgreSQL, RabbitMQ and an S3 server, which hosts share."""
+"""The services of the cluster, which hosts share: PostgreSQL, brokers and an S3 server."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import s3fs
 
 from scripts.local_airflow import free_port
 from tests.faults.proxy import Proxy
+from tests.kafka_server import ApacheKafka, find_jars
 from tests.rabbitmq_server import RabbitServer, find_server
 from tests.s3_server import S3Server, s3_server
+from tests.sqs_server import SqsServer
 
 BUCKET = "cluster"
 
@@ -50,6 +52,12 @@ class PostgreSQL:
     def url(self) -> str:
         """The database's address for SQLAlchemy."""
         return f"postgresql+psycopg2://airflow@{self._address}:{self._port}/airflow"
+
+    @property
+    def connection(self) -> dict[str, Any]:
+        """The fields of an Airflow connection of the database."""
+        server = {"host": self._address, "port": self._port}
+        return {**server, "login": "airflow", "schema": "airflow"}
 
     def start(self) -> None:
         """Starts the server, and waits until it accepts connections."""
@@ -93,12 +101,17 @@ class Services(NamedTuple):
     """The running services.
 
     :param broker: RabbitMQ as hosts find it.
+    :param sqs_gate: SQS as hosts find it.
+    :param kafka: ``None`` where Maven could not resolve it.
     :param s3_gate: Every request to the S3 server passes it.
     """
 
     postgres: PostgreSQL
     rabbitmq: RabbitServer
     broker: Proxy
+    sqs: SqsServer
+    sqs_gate: Proxy
+    kafka: ApacheKafka | None
     s3: S3Server
     s3_gate: Proxy
 
@@ -122,10 +135,16 @@ def run_services(folder: Path, address: str) -> Iterator[Services]:
         rabbitmq = stack.enter_context(RabbitServer(folder / "rabbitmq"))
         rabbitmq.run()
         broker = stack.enter_context(Proxy(rabbitmq.address, host=address))
+        sqs = stack.enter_context(SqsServer.start(folder))
+        sqs_gate = stack.enter_context(Proxy(("127.0.0.1", sqs.port), host=address))
+        kafka = None
+        if find_jars():
+            kafka = stack.enter_context(ApacheKafka(folder / "kafka", address=address))
+            kafka.run()
         s3 = stack.enter_context(s3_server())
         parts = urlsplit(s3.endpoint)
         local = (str(parts.hostname), int(parts.port or 0))
         gate = stack.enter_context(Proxy(local, host=address))
-        services = Services(postgres, rabbitmq, broker, s3, gate)
+        services = Services(postgres, rabbitmq, broker, sqs, sqs_gate, kafka, s3, gate)
         services.bucket().mkdir(BUCKET)
         yield services

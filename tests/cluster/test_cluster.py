@@ -25,12 +25,14 @@ def test_workers_that_share_only_a_bucket_lose_no_message():
         pytest.skip("PostgreSQL is not installed")
     results = json.loads(FOLDER.with_suffix(".json").read_text())
     assert done.returncode == 0, done.stdout + done.stderr
-    left_out = {case.name for case in CASES if case.network and "share a network" in done.stdout}
-    faults = {case.name: case for case in CASES if case.name not in left_out}
-    assert [result["case"] for result in results] == list(faults)
+    left_out = done.stdout.count("left out, for ")
+    assert len(results) == len(CASES) - left_out, done.stdout
+    cases = {(case.queue, case.name): case for case in CASES}
     for result in results:
         assert (result["lost"], result["unmarked"]) == (0, 0), result
-        assert result["retries"] or not faults[result["case"]].retries, result
-    plain = results[0]
-    assert plain["hosts"] == ["worker-1", "worker-2"]
-    assert plain["handled again"] == 0
+        case = cases[result["queue"], result["case"]]
+        assert result["retries"] or not case.retries, result
+        if case.queue == "Spark" or case.name == "nothing":  # a table has each row once
+            assert result["handled again"] == 0, result
+        if case.name == "nothing":
+            assert {"worker-1", "worker-2"} <= set(result["hosts"]), result

@@ -1,20 +1,24 @@
-"""Flights from RabbitMQ, batched by airport; each batch is one object in the bucket."""
+"""Flights, batched by airport; each batch is one object in the bucket, or one commit to a table."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors
+from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, SparkBatch
+from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.rabbitmq import RabbitMQProducer
+from airflow_broadway.producers.sqs import SqsProducer
+from airflow_broadway.sinks import PostgresTable
+
+#: Seconds; shorter than one host's clock may be ahead.
+LEASE = 240.0
 
 
 class ClusterFlights(Broadway):
-    # The lease is shorter than one host's clock may be ahead.
-    producer = RabbitMQProducer(
-        queue="flights", conn_id="cluster_rabbitmq", concurrency=2, lease=240.0
+    producer: Any = RabbitMQProducer(
+        queue="flights", conn_id="cluster_rabbitmq", concurrency=2, lease=LEASE
     )
     # At most 500 messages a second and task: a run lasts long enough to be disturbed.
     processors = Processors(max_demand=100)
@@ -25,11 +29,9 @@ class ClusterFlights(Broadway):
         time.sleep(0.002)
         if flight["dep_delay"] is None:
             return message.configure_ack(on_failure="dead_letter").failed("never departed")
-        return message.put_batch_key(flight["origin"]).put_data(flight)
+        return message.put_batch_key(flight["origin"]).put_data({"number": flight["number"]})
 
-    def handle_batch(
-        self, batcher: str, messages: Sequence[Message], batch_info: BatchInfo, context: Any
-    ) -> Sequence[Message]:
+    def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         from airflow.providers.amazon.aws.hooks.s3 import S3Hook
 
         rows = [{**message.data, "redelivered": message.redelivered} for message in messages]
@@ -37,3 +39,50 @@ class ClusterFlights(Broadway):
         key = f"output/{batch_info.batch_key}/{batch_info.batch_id}"
         S3Hook("cluster_s3").load_string(lines, key, "cluster", replace=True)
         return messages
+
+
+class SqsFlights(ClusterFlights):
+    producer = SqsProducer(queue_name="flights", conn_id="cluster_sqs", concurrency=2, lease=LEASE)
+
+
+class KafkaFlights(ClusterFlights):
+    producer = KafkaProducer(
+        group_id="flights",
+        topics=["flights"],
+        conn_id="cluster_kafka",
+        offset_reset_policy="earliest",
+        order="none",
+        concurrency=2,
+        lease=LEASE,
+    )
+
+
+class SparkFlights(ClusterFlights):
+    producer = RabbitMQProducer(
+        queue="spark_flights",
+        conn_id="cluster_rabbitmq",
+        concurrency=2,
+        lease=LEASE,
+        # The flights are published without message_id.
+        message_identity="/number",
+    )
+    batchers = {
+        "default": Batcher(
+            batch_size=5_000,
+            schema="number int not null",
+            sink=PostgresTable(table="public.flights", conn_id="cluster_postgres"),
+        )
+    }
+
+    def handle_batch(
+        self, batcher: str, messages: SparkBatch, batch_info: BatchInfo, context: Any
+    ) -> Any:
+        from pyspark.sql import functions
+
+        @functions.udf("int")
+        def slowly(number: int) -> int:
+            """Lets an executor be at work long enough to be killed."""
+            time.sleep(0.003)
+            return number
+
+        return messages.select(slowly("data.number").alias("number"), "redelivered")
