@@ -1,13 +1,15 @@
-"""Staging in Azure's Blob Storage, against Microsoft's emulator; Spark reads it through Arrow."""
+"""Staging in Azure Blob Storage and Google Cloud Storage, against emulators, read by Spark."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
 import uuid
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,22 +23,72 @@ from tests.unit.spark.plans import Planned, Staged, rows
 from tests.unit.spark.session import spark_session
 from tests.waiting import eventually
 
-pytest.importorskip("adlfs", reason="no client of Azure here: pip install adlfs")
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 #: The emulator's account, the same everywhere.
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
-@pytest.fixture(scope="module")
-def options():
-    """The client's options for an emulator with an empty container ``box``."""
-    azurite = shutil.which("azurite-blob")
-    if azurite is None:
-        pytest.skip("no emulator of Azure on PATH: npm install -g azurite")
+class Emulator(NamedTuple):
+    """A store's client, and the emulator of the store.
+
+    :param install: The command that installs the emulator.
+    :param options: The client's options, by the emulator's port.
+    """
+
+    client: str
+    program: str
+    install: str
+    arguments: Sequence[str]
+    options: Callable[[int], dict[str, Any]]
+
+
+EMULATORS = {
+    "abfs": Emulator(
+        "adlfs",
+        "azurite-blob",
+        "npm install -g azurite",
+        [
+            "--blobPort",
+            "{port}",
+            "--inMemoryPersistence",
+            "--skipApiVersionCheck",
+            "--silent",
+            "--disableTelemetry",
+        ],
+        lambda port: {
+            "connection_string": "DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;"
+            f"AccountKey={KEY};BlobEndpoint=http://127.0.0.1:{port}/devstoreaccount1;"
+        },
+    ),
+    "gs": Emulator(
+        "gcsfs",
+        "fake-gcs-server",
+        "go install github.com/fsouza/fake-gcs-server@latest",
+        ["-scheme", "http", "-host", "127.0.0.1", "-port", "{port}", "-backend", "memory"],
+        lambda port: {
+            "endpoint_url": f"http://127.0.0.1:{port}",
+            "token": "anon",
+            "project": "project",
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=EMULATORS)
+def emulated(request):
+    """A scheme, and the client's options for its emulator."""
+    scheme = request.param
+    emulator = EMULATORS[scheme]
+    # Else gcsfs asks Google for the type of each bucket, by gRPC.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    pytest.importorskip(emulator.client, reason=f"pip install {emulator.client}")
+    program = shutil.which(emulator.program)
+    if program is None:
+        pytest.skip(f"{emulator.program} is not on PATH: {emulator.install}")
     port = free_port()
-    arguments = ["--blobPort", str(port), "--inMemoryPersistence", "--skipApiVersionCheck"]
-    process = subprocess.Popen([azurite, *arguments, "--silent", "--disableTelemetry"])
+    arguments = [argument.format(port=port) for argument in emulator.arguments]
+    process = subprocess.Popen([program, *arguments], stderr=subprocess.DEVNULL)
 
     def listens() -> bool:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
@@ -45,24 +97,21 @@ def options():
 
     try:
         eventually(listens)
-        account = f"http://127.0.0.1:{port}/devstoreaccount1"
-        yield {
-            "connection_string": "DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;"
-            f"AccountKey={KEY};BlobEndpoint={account};"
-        }
+        yield scheme, emulator.options(port)
     finally:
         process.terminate()
         process.wait()
 
 
-def test_spark_reads_batches_and_records_outcomes(options, tmp_path):
+def test_spark_reads_batches_and_records_outcomes(emulated, tmp_path):
+    scheme, options = emulated
     import fsspec
 
     # Given a root in a new container, and the files of a run
     box = f"box-{uuid.uuid4().hex}"
-    fs: Any = fsspec.filesystem("abfs", **options)
+    fs: Any = fsspec.filesystem(scheme, **options)
     fs.mkdir(box)
-    store = Store.open(f"abfs://{box}/staging", **options)
+    store = Store.open(f"{scheme}://{box}/staging", **options)
     store.root_id()
     staged = Staged(tmp_path / "Counting" / "dag" / "run")
     plan = staged.plan("default", [Planned(f"b{n}", rows(5, prefix=f"b{n}-")) for n in range(3)])
