@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any, Self
 
 
@@ -71,7 +72,7 @@ class Proxy(Relay):
     def cut(self) -> None:
         """Drops every connection."""
         self._gate.set()
-        for pair in self._pairs:
+        for pair in list(self._pairs):
             for end in pair:
                 _hang_up(end)
         self._pairs.clear()
@@ -96,10 +97,26 @@ class Proxy(Relay):
         self._pairs.append((client, broker))
         for end in (client, broker):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        ways = []
         for source, target in ((client, broker), (broker, client)):
             way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
             threading.Thread(target=self._take, args=(source, way), daemon=True).start()
-            threading.Thread(target=self._give, args=(way, source, target), daemon=True).start()
+            ways.append(threading.Thread(target=self._give, args=(way, source, target)))
+        threading.Thread(target=self._forget, args=((client, broker), ways), daemon=True).start()
+
+    def _forget(
+        self, pair: tuple[socket.socket, socket.socket], ways: list[threading.Thread]
+    ) -> None:
+        """Closes a connection that has ended in both directions."""
+        for way in ways:
+            way.daemon = True
+            way.start()
+        for way in ways:
+            way.join()
+        for end in pair:
+            end.close()
+        with suppress(ValueError):  # it was cut
+            self._pairs.remove(pair)
 
     def _take(self, source: socket.socket, way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
         data = b"."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 from tests.faults.proxy import Proxy
+from tests.waiting import eventually
 
 
 def test_a_cut_closes_both_ends_of_an_idle_connection():
@@ -24,3 +25,14 @@ def test_a_cut_closes_both_ends_of_an_idle_connection():
 
             assert broker.recv(1) == b""
             assert client.recv(1) == b""
+
+
+def test_a_connection_that_has_ended_is_closed():
+    with socket.create_server(("127.0.0.1", 0)) as listener, Proxy(listener.getsockname()) as proxy:
+        with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+            broker, _ = listener.accept()
+            with broker:
+                assert len(proxy._pairs) == 1
+                client.shutdown(socket.SHUT_WR)
+                assert broker.recv(1) == b""
+        eventually(lambda: not proxy._pairs)
