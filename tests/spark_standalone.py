@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -78,8 +79,10 @@ class Standalone:
         found: list[psutil.Process] = []
 
         def look() -> bool:
-            children = psutil.Process(self.processes[worker].pid).children(recursive=True)
-            found.extend(p for p in children if any("ExecutorBackend" in w for w in p.cmdline()))
+            for process in psutil.Process(self.processes[worker].pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):  # or a zombie
+                    if any("ExecutorBackend" in word for word in process.cmdline()):
+                        found.append(process)
             return bool(found)
 
         eventually(look, 120.0)

@@ -123,7 +123,7 @@ def kill_executor(cluster: Cluster, worker: str) -> None:
 def kill_spark_worker(cluster: Cluster, worker: str) -> None:
     """Kills a worker of Spark with its executor; it starts again after a while."""
     assert cluster.spark
-    cluster.spark.executor("worker-1").kill()
+    cluster.spark.executor("worker-1")
     kill_tree(cluster.spark.processes["worker-1"])
     time.sleep(5.0)
     cluster.spark.start_worker(1)
