@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from airflow_broadway.adapters.assets import dataset_of
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.host import is_supervised
+from airflow_broadway.adapters.tracing import set_counts
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.model.connections import Connections
 from airflow_broadway.core.model.run_source import RunSource
@@ -105,12 +106,14 @@ def note_lineage(
     counts: Mapping[str, Any],
     source: Callable[[], RunSource],
 ) -> None:
-    """Records the datasets and counts of an operator's execution, if OpenLineage is on.
+    """Adds the counts of an operator's execution to its span, and records them with its datasets
+    if OpenLineage is on.
 
     An error is logged only: lineage never fails a task.
 
     :param source: Returns the source of the messages.
     """
+    set_counts(counts)
     if _LISTENER not in sys.modules:
         return
     try:

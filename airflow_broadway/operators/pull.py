@@ -17,6 +17,7 @@ from airflow_broadway.adapters.host import Host
 from airflow_broadway.adapters.lineage import LineageMixin, note_lineage
 from airflow_broadway.adapters.links import AT_BROKER, note_console
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
+from airflow_broadway.adapters.tracing import receiving_span
 from airflow_broadway.core.errors import OptionsError, RequestRefused
 from airflow_broadway.core.model.rules import POSITIVE, SECONDS, SECONDS_OR_ZERO, Rule
 from airflow_broadway.core.model.run_source import KINDS, RunSource
@@ -196,7 +197,8 @@ class PullOperator(LineageMixin, BaseOperator):
 
                 return DryRun(**work).run(report=self._keeps_report)
             self._claim_events(host, run)
-            return self._pull(host, work)
+            with receiving_span(pipeline):
+                return self._pull(host, work)
         except RequestRefused as error:  # a retry would fail alike
             raise AirflowFailException(str(error)) from None
 

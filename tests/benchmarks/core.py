@@ -6,8 +6,13 @@ import gc
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
 
 from airflow_broadway import Batcher, Broadway, Message, Processors
+from airflow_broadway.adapters.tracing import receiving_span
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
@@ -93,6 +98,32 @@ def _process(pipeline: Broadway, chunk: int = 250) -> float:
     return _best(work) / MESSAGES * 1e6
 
 
+def _traced(pipeline: Broadway) -> tuple[float, float]:
+    """Microseconds per message in the process stage, without and with a span and its links.
+
+    Each message has another ``traceparent``.
+    """
+    stage = ProcessorStage(pipeline)
+    messages = [
+        Message(
+            b"data",
+            metadata={"attributes": {"traceparent": f"00-{number:032x}-{number:016x}-01"}},
+            message_id=f"m-{number}",
+            position=number,
+        )
+        for number in range(1, MESSAGES + 1)
+    ]
+
+    def work() -> None:
+        with receiving_span(pipeline):
+            for start in range(0, MESSAGES, 250):
+                stage.handle(messages[start : start + 250])
+
+    off = _best(work)
+    with mock.patch.object(trace, "get_tracer", TracerProvider().get_tracer):
+        return off / MESSAGES * 1e6, _best(work) / MESSAGES * 1e6
+
+
 def _batch(keys: int) -> float:
     """Microseconds per message in the batcher alone, with so many distinct keys."""
     messages = [
@@ -150,6 +181,7 @@ def bench_core() -> list[dict[str, Any]]:
     handler = telemetry.attach(lambda event, measurements, metadata: None)
     result = _process(Identity())
     telemetry.detach(handler)
+    untraced, traced = _traced(Identity())
     figures = {
         "core.identity": _whole(Identity),
         "core.three_puts": _whole(ThreePuts),
@@ -165,6 +197,13 @@ def bench_core() -> list[dict[str, Any]]:
             {"name": name, "value": round(value, 3), "unit": "µs/msg"}
             for name, value in figures.items()
         ),
+        {
+            "name": "core.process.traced",
+            "value": round(traced, 3),
+            "unit": "µs/msg",
+            "ratio": round(traced / untraced, 4),
+            "of": "the same without tracing",
+        },
         {
             "name": "core.telemetry.unattached",
             "value": round(checks, 5),

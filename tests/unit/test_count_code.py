@@ -7,11 +7,11 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 849,
+    "adapters/": 912,
     "cli/": 1_511,
     "core/": 8_622,
     "hooks/": 80,
-    "operators/": 775,
+    "operators/": 777,
     "plugin/": 1_900,
     "runs/": 5_683,
     "sensors/": 362,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 44_889,
-    "tests and scripts": 70_031,
+    "package": 44_954,
+    "tests and scripts": 70_142,
 }
 
 MODULE = '''"""A module.

@@ -48,7 +48,7 @@ def test_message_of_an_embedded_queue_is_reported_and_left_there(tmp_path, monke
     )
 
     async def first() -> Any:
-        return await anext(BroadwayBacklogTrigger(**kwargs).run())
+        return await asyncio.wait_for(anext(BroadwayBacklogTrigger(**kwargs).run()), 30)
 
     with SqliteQueue(tmp_path / "queue.db", "orders") as queue:
         queue.send([b"1"])
