@@ -180,8 +180,8 @@ def claim_interval(
 
     The record of a generation is its claim, until it is settled: of two that are opened at the same
     time, at least one reads the record of the other.  A process that was paused before it opened
-    its generation, and that nobody waits for any more, stops here; one that is paused later is
-    refused by the tables.
+    its generation, and whose try or run has ended, stops here; one that is paused later is refused
+    by the tables.
 
     :param record: The generation that was opened to handle a past interval, or a past run.
     :param is_over: See :class:`airflow_broadway.runs.ports.Ports`.
