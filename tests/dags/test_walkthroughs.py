@@ -83,9 +83,9 @@ def follow(steps: list[Step], folder: Path) -> list[str]:
         finally:
             with suppress(ProcessLookupError):  # `airflow standalone` and its children
                 os.killpg(shell.pid, signal.SIGKILL)
-    told = log.read_text("utf-8")
-    assert code == 0, told
-    outputs = told.split("@@@\n")[1:]
+    text = log.read_text("utf-8")
+    assert code == 0, text
+    outputs = text.split("@@@\n")[1:]
     assert len(outputs) == len(steps)
     for step, output in zip(steps, outputs, strict=True):
         assert [line for line in step.output if line not in output] == [], output

@@ -73,11 +73,11 @@ def find_python(version: str) -> str:
     for path in (shutil.which(f"python{version}"), *map(str, pyenv)):
         program = "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"
         if path is not None:
-            told = subprocess.run(
+            found = subprocess.run(
                 [path, "-c", program], capture_output=True, text=True, check=False
             )
-            if told.stdout.startswith(f"{version} "):
-                return told.stdout.split(maxsplit=1)[1].strip()
+            if found.stdout.startswith(f"{version} "):
+                return found.stdout.split(maxsplit=1)[1].strip()
     raise LookupError(f"no Python {version} on PATH or in ~/.pyenv")
 
 

@@ -98,7 +98,7 @@ def main(folder: Path, dags: list[str]) -> None:
 
     import airflow_broadway
 
-    told = {
+    result = {
         "airflow": package.__version__,
         "package": airflow_broadway.__file__,
         "python": ".".join(map(str, sys.version_info[:2])),
@@ -106,7 +106,7 @@ def main(folder: Path, dags: list[str]) -> None:
         **drain(folder),
         **pages(),
     }
-    print("\n" + json.dumps(told))
+    print("\n" + json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -52,14 +52,17 @@ def test_wheel_works(cell: Cell, tmp_path):
     )
 
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["package"].startswith(str(interpreter.parent.parent))
-    assert told["python"] == cell.python
-    assert f"{told['airflow']}-{told['python']}" == cell.name or cell.name in ("lowest", "newest")
-    assert {"flights", "delta_flights", "kafka_flights", "smoke"} <= set(told["dags"])
-    assert told["rows"] == [n for n in range(100) if n % 10]
-    assert (told["left"], told["dead"]) == (0, 10)
-    totals = {name: count for name, count in told["report"]["totals"].items() if count}
+    result = json.loads(ended.stdout.splitlines()[-1])
+    assert result["package"].startswith(str(interpreter.parent.parent))
+    assert result["python"] == cell.python
+    assert f"{result['airflow']}-{result['python']}" == cell.name or cell.name in (
+        "lowest",
+        "newest",
+    )
+    assert {"flights", "delta_flights", "kafka_flights", "smoke"} <= set(result["dags"])
+    assert result["rows"] == [n for n in range(100) if n % 10]
+    assert (result["left"], result["dead"]) == (0, 10)
+    totals = {name: count for name, count in result["report"]["totals"].items() if count}
     assert totals == {
         "received": 100,
         "acked": 90,
@@ -67,8 +70,8 @@ def test_wheel_works(cell: Cell, tmp_path):
         "failed": 10,
         "accounted": 100,
     }
-    assert told["report"]["balanced"] is True
-    assert told["state"] == "success"
-    assert told["views"] == ["nav", "dag_run"]
-    assert [status for status, _ in told["pages"]] == [200, 200, 200]
-    assert all("Smoke" in text for _, text in told["pages"])
+    assert result["report"]["balanced"] is True
+    assert result["state"] == "success"
+    assert result["views"] == ["nav", "dag_run"]
+    assert [status for status, _ in result["pages"]] == [200, 200, 200]
+    assert all("Smoke" in text for _, text in result["pages"])
