@@ -80,7 +80,8 @@ def events_of(*runs: list[Any]) -> Seen:
 def rows() -> dict[str, tuple[str, str]]:
     """The time and the metadata of each event in the guide's table."""
     table: dict[str, tuple[str, str]] = {}
-    for line in GUIDE.read_text("utf-8").splitlines():
+    _, _, text = GUIDE.read_text("utf-8").partition("| event | when | metadata |\n")
+    for line in text.partition("\n\n")[0].splitlines():
         if line.startswith("| `"):
             events, when, metadata = (part.strip() for part in line.strip("|").split("|"))
             first, *ends = re.findall(r"`([a-z_.]+)`", events)
