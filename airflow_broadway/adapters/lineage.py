@@ -1,4 +1,4 @@
-"""What tasks report to OpenLineage: queues, tables and counts.
+"""Reports queues, tables and counts of tasks to OpenLineage.
 
 Nothing is resolved unless Airflow's OpenLineage provider is installed and has a transport.
 """

@@ -28,7 +28,7 @@ METHOD = "    def handle_message"
 
 
 class Step(NamedTuple):
-    """What a reader does with one block of a page: commands, and the output that it promises."""
+    """One code block of a page: its commands, and their expected output."""
 
     commands: str
     output: list[str]

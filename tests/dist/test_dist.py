@@ -1,4 +1,4 @@
-"""What a release is: built reproducibly, with all that it needs and nothing of the checkout."""
+"""Wheel and sdist: reproducible, complete, and without other files of the checkout."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def events(folder):
-    """What was reported of a run of both Dags, in a process that has OpenLineage on."""
+    """The events of a run of both Dags, in a process that has OpenLineage on."""
     transport = {"type": "file", "log_file_path": f"{folder}/events.json", "append": True}
     env = airflow_env(home=made_home(folder / "home"), dags=folder)
     subprocess.run(
