@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ from airflow_broadway.staging.store import Store
 
 class Requests(Counter[tuple[str, str]]):
     """Requests by kind (``PUT``, ``GET``, ``HEAD``, ``LIST``, ``DELETE``) and by key or prefix."""
+
+    #: Seconds in which they were made, but for the server's own: it scans all keys for a list.
+    seconds = 0.0
 
     def of(self, *kinds: str, part: str = "") -> int:
         """Returns the requests of these kinds, or of any, with ``part`` in their keys."""
@@ -36,6 +40,7 @@ class S3Server:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self.requests = Requests()
+        self.busy = 0.0
         self.endpoint = ""
         #: A header that the server ignores, as in WSGI.
         self.ignored = ""
@@ -56,9 +61,12 @@ class S3Server:
         if self.denied and f"Credential={self.denied}/" in environ.get("HTTP_AUTHORIZATION", ""):
             start_response("403 Forbidden", [("Content-Type", "application/xml")])
             return [b"<Error><Code>InvalidAccessKeyId</Code><Message>No such key</Message></Error>"]
+        begun = time.perf_counter()
         # S3 creates an object atomically; moto checks, then writes.
         with self._writing if kind == "PUT" else nullcontext():
             answer = self._app(environ, start_response)
+        with self._lock:
+            self.busy += time.perf_counter() - begun
         self.told("after")
         return answer
 
@@ -66,12 +74,13 @@ class S3Server:
     def counted(self) -> Iterator[Requests]:
         """Counts requests from now on; complete when the context ends."""
         with self._lock:
-            before = Requests(self.requests)
+            before, idle = Requests(self.requests), time.perf_counter() - self.busy
         counted = Requests()
         try:
             yield counted
         finally:
             with self._lock:
+                counted.seconds = time.perf_counter() - self.busy - idle
                 counted.update(
                     {k: n - before[k] for k, n in self.requests.items() if n > before[k]}
                 )

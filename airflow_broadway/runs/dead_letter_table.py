@@ -130,10 +130,10 @@ def commit_rows_of(
     files = [] if manifest is None else manifest.received_files
     count = 0
     with closing(_Table(pipeline, connections)) as writer:
-        every = _rows(run, files, letters, common)
-        for number, rows in enumerate(_parts(every, lambda row: row["payload"])):
-            writer.commit(f"{record.generation}.{number:05d}", rows)
-            count += len(rows)
+        rows = _rows(run, files, letters, common)
+        for number, part in enumerate(_parts(rows, lambda row: row["payload"])):
+            writer.commit(f"{record.generation}.{number:05d}", part)
+            count += len(part)
     log.info("%s: rows of %s.", writer.uri, many(count, "dead letter"))
 
 
