@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,7 +32,7 @@ from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from tests.rabbitmq_server import free_port
-from tests.server_process import start_process
+from tests.server_process import answers, start_process
 from tests.tls import Authority
 
 __all__ = [
@@ -537,7 +536,7 @@ class ApacheKafka(KafkaServer):
                 tail = (self.folder / f"node-{(gone or [1])[0]}.log").read_text(errors="replace")
                 self.stop()
                 raise RuntimeError(f"Apache Kafka did not start: {tail[-2000:]}")
-            if all(_answers(self.address, plain) for plain, _, _ in self.ports.values()):
+            if all(answers(self.address, plain) for plain, _, _ in self.ports.values()):
                 with self.consumer() as consumer, suppress(KafkaException):
                     if len(consumer.list_topics(timeout=1).brokers) == len(self.nodes):
                         return
@@ -562,11 +561,3 @@ def _java(main: str, *arguments: str) -> list[str]:
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else "java"
     return [java, *_JAVA_OPTIONS, _LOG_LEVEL, "-cp", f"{jars}/*", main, *arguments]
-
-
-def _answers(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=1).close()
-    except OSError:
-        return False
-    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
@@ -58,3 +59,12 @@ def await_start(
             stop()
             raise RuntimeError(f"{name} did not start: {log.read_text(errors='replace')[-2000:]}")
         time.sleep(0.05)
+
+
+def answers(host: str, port: int) -> bool:
+    """Returns whether a server accepts connections."""
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True

@@ -69,7 +69,7 @@ class Lineage:
 class LineageMixin:
     """The methods of an operator that Airflow's OpenLineage provider calls, in a fork of the task.
 
-    A task reports what :func:`note_lineage` recorded, or before that what its pipeline declares.
+    A task reports what :func:`report_execution` recorded; before that, what its pipeline declares.
     """
 
     #: The pipeline's reference.
@@ -99,7 +99,7 @@ class LineageMixin:
     get_openlineage_facets_on_failure = get_openlineage_facets_on_complete
 
 
-def note_lineage(
+def report_execution(
     operator: LineageMixin,
     pipeline: Pipeline,
     connections: Connections,

@@ -9,7 +9,7 @@ from airflow.providers.common.compat.sdk import AirflowException, AirflowSkipExc
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.host import Host, references
-from airflow_broadway.adapters.lineage import LineageMixin, note_lineage
+from airflow_broadway.adapters.lineage import LineageMixin, report_execution
 from airflow_broadway.adapters.links import ALL_TASKS
 from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.adapters.parsing import check_engine, declared, pipeline_ref
@@ -101,7 +101,7 @@ class BroadwayBatcherOperator(LineageMixin, BaseOperator):
         )
         counts = task.handle(plan)
         generations = plan.generations
-        note_lineage(
+        report_execution(
             self,
             pipeline,
             host.ports.connections,

@@ -54,7 +54,7 @@ class BroadwayProcessorOperator(PullOperator):
 
         self._task = ProcessTask(**work)
         reference, trouble, timed_out = self._task.run()
-        self._note_lineage(host, work, reference)
+        self._report(host, work, reference)
         if timed_out:
             # A retry would void the published messages: later tasks get the reference all the same.
             host.ti.xcom_push(key="return_value", value=reference)

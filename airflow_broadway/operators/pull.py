@@ -14,7 +14,7 @@ from airflow.providers.common.compat.sdk import (
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.host import Host
-from airflow_broadway.adapters.lineage import LineageMixin, note_lineage
+from airflow_broadway.adapters.lineage import LineageMixin, report_execution
 from airflow_broadway.adapters.links import AT_BROKER, note_console
 from airflow_broadway.adapters.parsing import check_engine, pipeline_ref
 from airflow_broadway.adapters.tracing import receiving_span
@@ -220,10 +220,10 @@ class PullOperator(LineageMixin, BaseOperator):
         :param work: The arguments of a :class:`ProcessTask`, or :class:`UnstagedTask`.
         """
 
-    def _note_lineage(self, host: Host, work: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
-        """Records what OpenLineage reports of this execution."""
+    def _report(self, host: Host, work: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+        """Reports this execution to OpenTelemetry and OpenLineage."""
         connections = host.ports.connections
-        note_lineage(self, work["pipeline"], connections, counts, lambda: work["source"])
+        report_execution(self, work["pipeline"], connections, counts, lambda: work["source"])
 
     def _claim_events(self, host: Host, run: StagedRun) -> None:
         """Claims the events of a backlog that started this run.

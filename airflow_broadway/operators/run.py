@@ -86,7 +86,7 @@ class BroadwayRunOperator(PullOperator):
 
         self._task = UnstagedTask(**work, fail_when=self.fail_when)
         reference, trouble, _ = self._task.run()
-        self._note_lineage(host, work, reference)
+        self._report(host, work, reference)
         if trouble:  # all is settled: a retry would only receive more
             raise AirflowFailException(
                 f"All messages are settled or released, but {trouble}.  {reference['summary']}"

@@ -23,7 +23,7 @@ from airflow.providers.common.compat.sdk import (
 from airflow_broadway.adapters import task_docs, versions
 from airflow_broadway.adapters.connections import AirflowConnections
 from airflow_broadway.adapters.host import Host, references
-from airflow_broadway.adapters.lineage import LineageMixin, note_lineage
+from airflow_broadway.adapters.lineage import LineageMixin, report_execution
 from airflow_broadway.adapters.links import ON_SPARK, note_spark
 from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.adapters.parsing import check_engine, check_submission, pipeline_ref
@@ -160,7 +160,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         emit_outlet_events(self, context, run, pipeline, heads)
         reference = self._reference(batches.plans)
         self._batchers = dict.fromkeys(head.batcher for head in heads)
-        note_lineage(
+        report_execution(
             self,
             pipeline,
             host.ports.connections,

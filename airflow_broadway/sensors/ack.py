@@ -20,7 +20,7 @@ from airflow.sdk import timezone
 
 from airflow_broadway.adapters import task_docs
 from airflow_broadway.adapters.host import Host
-from airflow_broadway.adapters.lineage import LineageMixin, note_lineage
+from airflow_broadway.adapters.lineage import LineageMixin, report_execution
 from airflow_broadway.adapters.links import AT_BROKER, note_console
 from airflow_broadway.adapters.parsing import declared, pipeline_ref
 from airflow_broadway.core.custody.run_summary import (
@@ -258,7 +258,7 @@ class BroadwayAckSensor(LineageMixin, BaseSensorOperator):
             watcher.close()
         if report is None:
             return None
-        note_lineage(
+        report_execution(
             self,
             pipeline,
             host.ports.connections,

@@ -57,24 +57,27 @@ class _EmbeddedTrigger(_QueueTrigger):
     _scheme = "broadway+sqlite"
 
 
-class RabbitMQQueueProvider(BaseMessageQueueProvider):
-    """RabbitMQ's queues: ``scheme="broadway+rabbitmq"``, and URIs ``scheme://conn_id/queue``."""
+_TRIGGERS = {trigger._scheme: trigger for trigger in (_RabbitMQTrigger, _EmbeddedTrigger)}
 
-    scheme = "broadway+rabbitmq"
-    _trigger: ClassVar[type[_QueueTrigger]] = _RabbitMQTrigger
 
+class _QueueProvider(BaseMessageQueueProvider):
     def queue_matches(self, queue: str) -> bool:
         return queue.startswith(f"{self.scheme}://")
 
     def trigger_class(self) -> type[BroadwayBacklogTrigger]:
-        return self._trigger
+        return _TRIGGERS[str(self.scheme)]
 
     def trigger_kwargs(self, queue: str, **kwargs: Any) -> dict[str, str]:
         return split_queue_uri(queue)
 
 
-class EmbeddedQueueProvider(RabbitMQQueueProvider):
+class RabbitMQQueueProvider(_QueueProvider):
+    """RabbitMQ's queues: ``scheme="broadway+rabbitmq"``, and URIs ``scheme://conn_id/queue``."""
+
+    scheme = "broadway+rabbitmq"
+
+
+class EmbeddedQueueProvider(_QueueProvider):
     """Embedded queues: ``scheme="broadway+sqlite"``, and URIs ``scheme://conn_id/queue``."""
 
     scheme = "broadway+sqlite"
-    _trigger = _EmbeddedTrigger

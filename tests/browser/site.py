@@ -98,12 +98,6 @@ class Run:
         run_id = urllib.parse.quote(self.run_id, safe="")
         return f"/broadway/dags/{self.dag_id}/runs/{run_id}"
 
-    @property
-    def tab(self) -> str:
-        """The path of its tab in Airflow's UI."""
-        run_id = urllib.parse.quote(self.run_id, safe="")
-        return f"/dags/{self.dag_id}/runs/{run_id}/plugin/broadway-run"
-
     def wait(self) -> None:
         """Waits until it has succeeded."""
         state = self.site.airflow.wait_for_run(self.dag_id, self.run_id)

@@ -19,7 +19,6 @@ from tests.sqs_server import SqsServer
 #: Seconds for which messages may stay unacknowledged or invisible after a run: the lease of a
 #: process that was killed, and a connection of a host that was away.
 _HELD = 300.0
-KAFKA_PARTITIONS = 4
 
 
 class Queue(ABC):
@@ -149,7 +148,7 @@ class KafkaTopic(Queue):
     def __init__(self, dag_id: str, server: ApacheKafka, name: str) -> None:
         super().__init__(dag_id)
         self._server, self._name, self._taken = server, name, 0
-        server.topic(name, KAFKA_PARTITIONS)
+        server.topic(name, partitions=4)
         server.topic(f"{name}.retry")
         server.topic(f"{name}-dlt")
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +17,7 @@ from airflow_broadway.spark.arrow import ArrowFiles
 from airflow_broadway.staging.client import client_options
 from airflow_broadway.staging.store import Store
 from scripts.local_airflow import free_port
+from tests.server_process import answers
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 from tests.unit.spark.session import spark_session
@@ -90,13 +90,8 @@ def emulated(request):
     arguments = [argument.format(port=port) for argument in emulator.arguments]
     process = subprocess.Popen([program, *arguments], stderr=subprocess.DEVNULL)
 
-    def listens() -> bool:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            return True
-        return False
-
     try:
-        eventually(listens)
+        eventually(partial(answers, "127.0.0.1", port))
         yield scheme, emulator.options(port)
     finally:
         process.terminate()

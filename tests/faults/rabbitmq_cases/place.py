@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -69,16 +68,6 @@ class Place:
         """Deletes a queue with what is in it."""
         with self.channel() as channel:
             channel.queue_delete(queue)
-
-    def set_policy(self, queue: str, definition: Mapping[str, object] | None) -> None:
-        """Sets a policy for one queue, or removes it."""
-        path = f"policies/%2F/{queue[-40:]}"
-        if definition is None:
-            self.server.manage("DELETE", path)
-        else:
-            body = {"pattern": f"^{queue}$", "definition": definition, "apply-to": "queues"}
-            self.server.manage("PUT", path, body)
-        time.sleep(1.0)  # queues hear of it a moment later
 
     # -- generations ---------------------------------------------------------------------------
 

@@ -88,7 +88,9 @@ def test_fork_that_cannot_reach_airflow_resolves_nothing(on, monkeypatch):
 
 def noted(operator: Any, pipeline: Any, **source: Any) -> Any:
     counts = {"received": 3, "summary": "text", "batchers": {"python": {"failed": 1}}}
-    lineage.note_lineage(operator, pipeline, NoConnections(), counts, lambda: RunSource(**source))
+    lineage.report_execution(
+        operator, pipeline, NoConnections(), counts, lambda: RunSource(**source)
+    )
     return operator.get_openlineage_facets_on_complete(None)
 
 
