@@ -13,13 +13,12 @@ from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.formats import layout, live
 from airflow_broadway.core.formats import record_batch as recording
 from airflow_broadway.core.stages import receiving as intake
-from airflow_broadway.plugin import children, depths, reading, standings
+from airflow_broadway.plugin import children, reading, standings
 from airflow_broadway.plugin.pages import dead_letters
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.producers.rabbitmq import bundle
 from airflow_broadway.producers.rabbitmq.broker import checks, standing_queues
 from airflow_broadway.producers.rabbitmq.receive import consumer
-from airflow_broadway.producers.rabbitmq.receive import intake as rabbit_intake
 from airflow_broadway.runs.reading import batches, history, message, reasons
 from airflow_broadway.sensors import ack
 from airflow_broadway.spark import entries as spark_entries
@@ -46,7 +45,7 @@ PUBSUB = PubSubProducer(subscription="orders")
         ("ui.md", "and {:g} MiB of failures", reasons.MOST_BYTES / MIB),
         ("ui.md", "their data and keys: {} of them", message.MOST_HITS),
         ("ui.md", "within {:g} s", message.MOST_SECONDS),
-        ("ui.md", "the {} latest of the pipeline", message.MOST_RUNS),
+        ("ui.md", "the {} latest runs of the pipeline", message.MOST_RUNS),
         ("ui.md", "a page waits {:g} s at the most", reading.SECONDS),
         ("ui.md", "at most {} pages read concurrently", {8: "eight"}[reading.MOST]),
         ("ui.md", "at most {} at a time", children.MOST),
@@ -56,9 +55,7 @@ PUBSUB = PubSubProducer(subscription="orders")
         ("ui.md", "| {} dead letters or more", history.MANY_DEAD),
         ("ui.md", "{} or more of the last run's", {0.1: "a tenth"}[history.MANY_FAILED]),
         ("ui.md", "has waited for {} or more", {3600.0: "an hour"}[history.OLD_BACKLOG]),
-        ("ui.md", "a broker's answer counts for {}", {60.0: "a minute"}[depths.REMEMBERED]),
         ("ui.md", "for at most {:g} s each", children.TIMEOUT),
-        ("ui.md", "the same within {:g} s", children.KEEP),
         ("ui.md", "{} on a page", dead_letters.PAGE),
         ("ui.md", "A search takes at most {:g} s", dead_letters.LOOK_SECONDS),
         ("ui.md", "{} for each user", {1: "one"}[children.MOST_OF_USER]),
@@ -73,10 +70,8 @@ PUBSUB = PubSubProducer(subscription="orders")
         ("operators.md", "Keep that at {:g} or more", ack.MIN_RESCHEDULE_INTERVAL),
         ("rabbitmq.md", "(at most {} messages or", bundle.MAX_MESSAGES),
         ("rabbitmq.md", "messages or {:g} MiB), each bundle", bundle.MAX_BYTES / MIB),
-        ("rabbitmq.md", "takes back beyond {:,} messages", rabbit_intake._MAX_REMEMBERED),
         ("rabbitmq.md", "when it is at least {:g} seconds old", standing_queues._RELIABLE_AGE),
         ("rabbitmq.md", "ask for nothing for {:g} seconds", consumer.DEMAND_TIMEOUT),
-        ("rabbitmq.md", "it uses the same answer for {:g} s", checks.CHECK_INTERVAL),
         ("rabbitmq.md", "{:g} s per request at most", checks.ANSWER_TIMEOUT),
         ("semantics.md", "| 10 | {}, four pulls at a time", PUBSUB.max_number_of_messages),
         ("semantics.md", "| `receive_timeout` | for ever | {:g} s", PUBSUB.receive_timeout),
