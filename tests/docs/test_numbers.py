@@ -22,7 +22,7 @@ from airflow_broadway.producers.rabbitmq.receive import consumer
 from airflow_broadway.runs.reading import batches, history, message, reasons
 from airflow_broadway.sensors import ack
 from airflow_broadway.spark import entries as spark_entries
-from airflow_broadway.staging import names, plan_data_files, planner, retention, store
+from airflow_broadway.staging import names, plan_data_files, planner, retention
 from airflow_broadway.staging import plan_choice as plans
 from airflow_broadway.submit import package as _shipping
 
@@ -80,12 +80,9 @@ PUBSUB = PubSubProducer(subscription="orders")
         ("staging.md", "up to {:,} in a file", recording.GATHERED),
         ("staging.md", "memory holds {:g} MiB", plans.KEPT_BYTES / MIB),
         ("staging.md", "Above {} characters it is cut", names.MAX_NAME),
-        ("staging.md", "buffer of {:,} messages", plan_data_files.BUFFER_ROWS),
-        ("staging.md", "messages or {:g} MiB", plan_data_files.BUFFER_BYTES / MIB),
         ("staging.md", "A batch with {:,} rows or more", plan_data_files.OWN_GROUP_ROWS),
         ("staging.md", "a plan of more than {:,} logs a warning", planner.MANY_BATCHES),
         ("staging.md", "removed {:g} days later", retention.KEEP / 86_400),
-        ("staging.md", "{} at a time, whatever the number of generations", store.READERS),
     ],
 )
 def test_documented_numbers_match_the_code(document, says, number):
