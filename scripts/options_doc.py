@@ -32,8 +32,9 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 HEAD = """# Options
 
 Generated from the declarations by `python -m scripts.options_doc`; a test compares.  Durations are
-seconds, sizes bytes.  An unknown or ill-typed option is an `OptionsError` that names its path, the
-value, the rule or the valid names, and the nearest of them.
+seconds, sizes bytes; numbers are greater than 0 unless a range is given.  An unknown or ill-typed
+option is an `OptionsError` that names its path, the value, the rule or the valid names, and the
+nearest of them.
 
 Any option may be overridden where the pipeline is used, with JSON values and Airflow templates:
 
@@ -45,87 +46,58 @@ Flights(
 ```
 
 Nested options (`producer`, `processors`, `batchers`, and `retry`, `rate_limiting`, `qos` in them)
-are merged: options that are not named stay as declared.  `context` is the user's own value, and
-is replaced whole.
+are merged: options that are not named stay as declared.  `context` is replaced whole.
 
 ## The pipeline
 
 Attributes of the class, and overrides of the same names:
 
-| attribute | value | default | |
+| option | value | default | |
 |---|---|---|---|
 """
 
-#: Attribute, value, default, and what it is.
+#: Option, value, default, and what it is.
 PIPELINE: list[tuple[str, str, str, str]] = [
     (
-        "name",
-        "at most 100 letters, digits, `_`, `-` and `.`",
-        "the class's name",
+        *("name", "at most 100 letters, digits, `_`, `-` and `.`", "the class's name"),
         "In staging paths, metrics and logs.",
     ),
-    ("producer", "a producer", "required", "The source of messages: below."),
+    ("producer", "producer", "required", "The source of messages."),
     (
-        "processors",
-        '`Processors(…)`, or `{"name": Processors(…)}` with one entry',
-        "`Processors()`",
-        "How `handle_message` is run: below.",
+        *("processors", '`Processors(…)`, or `{"name": Processors(…)}` with one entry'),
+        *("`Processors()`", "How `handle_message` is run."),
     ),
     (
-        "batchers",
-        "a mapping of names to `Batcher(…)`",
-        "`{}`",
-        (
-            "How `handle_batch` is run: below.  Without any, messages are settled after"
-            " `handle_message`."
-        ),
+        *("batchers", "names to `Batcher(…)`", "`{}`"),
+        "How `handle_batch` is run.  Without any, messages are settled after `handle_message`.",
     ),
     (
-        "archive",
-        "`Archive(…)` or None",
-        "`None`",
+        *("archive", "`Archive(…)`", "`None`"),
         "Keeps received messages, so that [a past interval can be run again](backfills.md).",
     ),
     (
-        "dead_letter_table",
-        "a sink, such as `DeltaTable(…)`, or None",
-        "`None`",
-        (
-            "A table with [a row for each dead-lettered message]"
-            "(dead-letters.md#a-table-of-dead-letters)."
-        ),
+        *("dead_letter_table", "sink", "`None`"),
+        "Gets [a row for each dead-lettered message](dead-letters.md#a-table-of-dead-letters).",
     ),
     (
-        "partition_by",
-        "a function of one argument or None",
-        "`None`",
-        (
-            "The default of processors and batchers.  Declared in the class, not overridden: a"
-            " function is no JSON."
-        ),
+        *("partition_by", "function", "`None`"),
+        "The default of processors and batchers.  Declared in the class, not overridden.",
     ),
     (
-        "context",
-        "any JSON value",
-        f"`{Broadway.context!r}`",
+        *("context", "JSON", f"`{Broadway.context!r}`"),
         "The `context` of every callback, unless `setup` returns another.",
     ),
     (
-        "shutdown",
-        "a number of seconds greater than 0",
-        f"`{Broadway.shutdown!r}`",
+        *("shutdown", "seconds", f"`{Broadway.shutdown!r}`"),
         "Seconds in which a run that is stopped may finish its current work; the rest is released.",
     ),
 ]
 
 #: What follows it.
 CALLS = """
-In addition to Broadway's callbacks a pipeline may define `setup(self, run)`: called once per
-process, before any other callback, on workers and on the Spark driver; its result is the
-`context` (a client, a table in memory).
-
-`self.run` is a `RunInfo` in every callback, with {run}.
-Outside Airflow its ids are `"local"`.
+A pipeline may define `setup(self, run)`: called once per process, before any other callback, on
+workers and on the Spark driver; its result is the `context`.  `self.run` is a `RunInfo` in every
+callback, with {run}.  Outside Airflow its ids are `"local"`.
 """
 
 #: A producer, and the least that it needs: for what its defaults turn out to be.
@@ -151,9 +123,45 @@ OTHERS: list[tuple[str, str, type[Any]]] = [
     ("Runs by a backlog", "`Flights.dag(…, schedule=backlog(…))`", Backlog),
 ]
 
+#: Rules as the page has them, given its first paragraph; errors have them in full.
+RULES = {
+    "a number of seconds greater than 0": "seconds",
+    "a number of seconds of at least 0": "seconds or 0",
+    "a number from 0 to 1": "0 to 1",
+    "a positive integer": "integer",
+    "an integer of at least 0": "integer or 0",
+    "True or False": "boolean",
+    "a non-empty string": "text",
+    "a function of one argument": "function",
+    "the id of an Airflow connection, not an address": "connection id",
+    "an action of this producer": "action",
+    "amqp://host:port/virtual-host without a password": "`amqp://host:port/virtual-host`",
+    "a positive integer, or a pair of a start value and a function of two arguments": (
+        "integer, or a pair"
+    ),
+    "'earliest', 'latest' or a timestamp with its time zone, such as '2026-01-31T12:00:00+00:00'": (
+        "`'earliest'`, `'latest'`, or a timestamp such as `'2026-01-31T12:00:00+00:00'`"
+    ),
+    (
+        "'header:NAME', a JSON pointer into the payload such as '/order/id', or RabbitMQ's"
+        " 'message_id'"
+    ): "text",
+    "'host:port,host:port', or a list of 'host:port'": "`'host:port,host:port'`, or a list",
+    "the URL of a queue, https://… (or http://… of a test server)": "URL",
+    "'all' or a list of non-empty names, such as 'kind' or 'trace.*'": "`'all'` or a list",
+    (
+        "a host and a port, such as 'europe-west1-pubsub.googleapis.com:443', or of an emulator"
+        " 'http://127.0.0.1:8085'"
+    ): "host and port",
+    "seconds from 10 to 600, what Pub/Sub allows": "10 to 600 seconds",
+    "a sink, such as ParquetFolder(…)": "sink",
+}
+
 #: What stands for ``AUTO``, and for what each producer has of its own.
 AUTO_TEXT = "see text"
 BY_PRODUCER = "see each"
+#: Options that have a row together in the table of a producer.
+ACTIONS = ("on_success", "on_failure")
 _TABLE = "| option | value | default | |\n|---|---|---|---|\n"
 
 
@@ -194,13 +202,14 @@ def _producer(title: str, cls: type[Any], least: dict[str, Any]) -> str:
         default = _default(field)
         if default == AUTO_TEXT:
             default = _shown(getattr(producer, field.name))
-        if field.name not in shared:
+        if field.name in shared and field.name not in ACTIONS:
+            same = getattr(producer, field.name) == shared[field.name].default
+            own += "" if same else _row(field, default)
+        elif field.name not in ACTIONS:
             rows += _row(field, default)
-        elif field.name in ("on_success", "on_failure"):
-            actions = ", ".join(f"`{name}`" for name in cls.actions)
-            own += _row(field, default, f"one of {actions}", shared[field.name])
-        elif getattr(producer, field.name) != shared[field.name].default:
-            own += _row(field, default)
+    names = ", ".join(f"`{name}`" for name in ACTIONS)
+    defaults = ", ".join(_shown(getattr(producer, name)) for name in ACTIONS)
+    rows += f"| {names} | {', '.join(f'`{name}`' for name in cls.actions)} | {defaults} | |\n"
     return _titled(title, f"`producer = {cls.__name__}(…)`", rows + own)
 
 
@@ -213,19 +222,20 @@ def _titled(title: str, use: str, rows: str) -> str:
     return f"\n## {title}\n\n{use}\n\n{_TABLE}{rows}"
 
 
-def _row(
-    field: dataclasses.Field[Any],
-    default: str,
-    value: str = "",
-    described: dataclasses.Field[Any] | None = None,
-) -> str:
-    doc = _code(field.metadata["doc"] if described is None else _first(described))
-    return f"| `{field.name}` | {value or field.metadata['rule'].text} | {default} | {doc} |\n"
+def _row(field: dataclasses.Field[Any], default: str) -> str:
+    value, doc = _value(field.metadata["rule"].text, default), _code(field.metadata["doc"])
+    return f"| `{field.name}` | {value} | {default} | {doc} |\n"
 
 
-def _first(field: dataclasses.Field[Any]) -> str:
-    """Describes an option, without its values."""
-    return re.split("[:;]", str(field.metadata["doc"]))[0] + "."
+def _value(rule: str, default: str) -> str:
+    """A rule in short, without examples of names; ``None`` is named unless it is the default."""
+    optional = rule.endswith(" or None")
+    text = rule.removesuffix(" or None")
+    text = text if text in RULES else re.split(": (?!…)|; ", text)[0]
+    text = RULES.get(text, text)
+    text = re.sub(r"^(one of|an integer from|whole|the|an?) ", "", text)
+    text = re.sub(r"\['.*?'\]", lambda found: found[0].strip("[]").replace("'", "`"), text)
+    return text + (" or `None`" if optional and default != "`None`" else "")
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

@@ -58,13 +58,13 @@ class DeltaTable(Options, Sink):
     conn_id: str | None = option(
         default=None,
         rule=CONN_ID.or_none(),
-        doc="The Airflow connection whose extra has delta-rs's ``storage_options``.  Spark takes"
-        " its own settings.",
+        doc="The connection whose extra has delta-rs's ``storage_options``.  Spark takes its"
+        " own settings.",
     )
     schema_mode: str = option(
         default="strict",
         rule=one_of("strict", "merge"),
-        doc="``merge`` adds new columns to the table; ``strict`` refuses them.",
+        doc="New columns: ``merge`` adds them to the table, ``strict`` refuses them.",
     )
 
     time_column: str | None = option(default=None, rule=TEXT.or_none(), doc=TIME_COLUMN)

@@ -12,8 +12,8 @@ from airflow_broadway.core.model.sink import Commit, CommitRefused, SinkError
 RULED_OUT: Final = 0
 #: A sink's option ``time_column``.
 TIME_COLUMN: Final = (
-    "The column of timestamps whose values lie in the interval of a backfill: a run of a past"
-    " interval deletes its rows first.  Without it earlier rows stay."
+    "The column of timestamps by which a backfill deletes the rows of its interval first; without"
+    " it they stay."
 )
 #: Days for which commit ids are kept at least: longer than any broker retains a message.
 KEPT_DAYS: Final = 32

@@ -64,19 +64,19 @@ class IcebergTable(Options, Sink):
     conn_id: str | None = option(
         default=None,
         rule=CONN_ID.or_none(),
-        doc="The Airflow connection of the catalog: the extra has pyiceberg's properties; a host is"
-        " ``uri``, login and password are ``credential``.  Without it they come from pyiceberg's"
-        " own configuration.",
+        doc="The connection of the catalog: the extra has pyiceberg's properties; a host is"
+        " ``uri``, login and password are ``credential``.  ``None``: pyiceberg's own"
+        " configuration.",
     )
     catalog: str = option(
         default="default",
         rule=TEXT,
-        doc="The catalog's name: in pyiceberg's configuration, and in a database of catalogs.",
+        doc="The catalog's name.",
     )
     schema_mode: str = option(
         default="strict",
         rule=one_of("strict", "merge"),
-        doc="``merge`` adds new columns to the table; ``strict`` refuses them.",
+        doc="New columns: ``merge`` adds them to the table, ``strict`` refuses them.",
     )
 
     time_column: str | None = option(default=None, rule=TEXT.or_none(), doc=TIME_COLUMN)

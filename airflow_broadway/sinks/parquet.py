@@ -56,8 +56,8 @@ class ParquetFolder(Options, Sink):
 
     path: str = option(
         rule=TEXT,
-        doc="The folder: an absolute path, or a URI such as ``file:///lake/orders`` or, for Python"
-        " batchers, ``s3://lake/orders`` with fsspec's client.  Created at the first commit.",
+        doc="An absolute path or a URI: ``file:///lake/orders``, or for Python batchers"
+        " ``s3://lake/orders``.  Created at the first commit.",
     )
     partition_by: Any = option(
         default=(),
@@ -65,11 +65,9 @@ class ParquetFolder(Options, Sink):
             "a list of column names",
             lambda v: isinstance(v, (list, tuple)) and all(map(TEXT.holds, v)),
         ),
-        doc="Columns whose values are folders, ``<column>=<value>``, as Hive and Spark write them.",
+        doc="Columns whose values are folders, ``<column>=<value>``.",
     )
-    compression: str = option(
-        default="zstd", rule=TEXT, doc="The codec of the files: a name that Parquet writers know."
-    )
+    compression: str = option(default="zstd", rule=TEXT, doc="The codec of the files.")
 
     def _resolve(self) -> None:
         if is_template(self.path) or "://" in self.path or os.path.isabs(self.path):

@@ -62,7 +62,7 @@ class PostgresTable(Options, Sink):
 
     table: str = option(rule=_TABLE, doc="The table, with its schema; it must exist.")
     conn_id: str = option(
-        default="postgres_default", rule=CONN_ID, doc="The Airflow connection of the database."
+        default="postgres_default", rule=CONN_ID, doc="The connection of the database."
     )
     ledger: str = option(
         default="public.broadway_commits",

@@ -140,20 +140,17 @@ class Producer(Options):
         return any(map(self.publishes, actions))
 
     concurrency: int = option(
-        default=1, rule=POSITIVE, doc="Producers of one run, each a mapped process task of its own."
+        default=1, rule=POSITIVE, doc="Producers of a run, each a mapped process task of its own."
     )
     on_success: str = option(
         default="ack",
         rule=_ACTION,
-        doc=(
-            "The action for a message that succeeded: ``ack``, ``retry``, ``dead_letter``"
-            " or ``noop``, unless the producer defines others."
-        ),
+        doc="The action for a message that succeeded.",
     )
     on_failure: str = option(
         default="retry",
         rule=_ACTION,
-        doc="The action for a message that failed; the same values.",
+        doc="The action for a message that failed.",
     )
     retry: RetryPolicy = option(
         default=RetryPolicy(),
@@ -164,7 +161,7 @@ class Producer(Options):
     rate_limiting: RateLimiting | None = option(
         default=None,
         rule=Rule("a RateLimiting or None", lambda v: v is None or isinstance(v, RateLimiting)),
-        doc="Bounds the messages taken per interval by all producers of a run together.",
+        doc="Bounds the messages that all producers of a run take per interval.",
         nested=RateLimiting,
     )
     transformer: Callable[[Any], Message] | None = option(
@@ -175,27 +172,20 @@ class Producer(Options):
     message_identity: str | None = option(
         default=None,
         rule=IDENTITY.or_none(),
-        doc=(
-            "Identifies copies of one message, whose rows a sink gets once:"
-            " ``header:NAME``, or a JSON pointer into the payload; RabbitMQ: ``message_id``, too."
-            "  ``None``: the broker's id (RabbitMQ: ``message_id``, of redelivered messages alone)."
-        ),
+        doc="Identifies copies of one message, whose rows a sink gets once: ``header:NAME``,"
+        " or a JSON pointer into the payload; RabbitMQ: ``message_id`` too.  ``None``:"
+        " the broker's id (RabbitMQ: ``message_id``, of redelivered messages alone).",
     )
     max_crashes: int = option(
         default=5,
         rule=POSITIVE,
-        doc=(
-            "Child processes that may end on a message that they handle alone, before it is"
-            " dead-lettered with the reason ``crashed``: see ``docs/poison.md``."
-        ),
+        doc="Child processes that a message may end before it is dead-lettered as"
+        " ``crashed``: see ``docs/poison.md``.",
     )
     lease: float = option(
         default=900.0,
         rule=SECONDS,
-        doc=(
-            "Seconds for which messages are held; renewed during the run, where the broker"
-            " supports it."
-        ),
+        doc="How long messages are held; renewed during the run, where the broker supports it.",
     )
 
     def _resolve(self) -> None:

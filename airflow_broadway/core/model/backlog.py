@@ -19,19 +19,19 @@ class Backlog(Options):
     min_messages: int | None = option(
         default=None,
         rule=POSITIVE.or_none(),
-        doc="Messages ready to be received; ``None`` disables this threshold.",
+        doc="Messages ready to be received; ``None``: no threshold.",
         no_template=_NO_TEMPLATE,
     )
     max_age: float | None = option(
         default=None,
         rule=SECONDS.or_none(),
-        doc="Age of the oldest ready message, in seconds; ``None`` disables this threshold.",
+        doc="Age of the oldest ready message; ``None``: no threshold.",
         no_template=_NO_TEMPLATE,
     )
     poke_interval: float = option(
         default=30.0,
         rule=SECONDS,
-        doc="Seconds between two checks of the queue.",
+        doc="Time between two checks of the queue.",
         no_template=_NO_TEMPLATE,
     )
 

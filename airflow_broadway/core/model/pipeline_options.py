@@ -35,10 +35,8 @@ _TIMES = ("received_at", "enqueued_at")
 class RateLimiting(Options):
     """The rate limit on messages received by all of a run's producers together."""
 
-    allowed_messages: int = option(
-        rule=POSITIVE, doc="Messages that all producers of a run together take per interval."
-    )
-    interval: float = option(rule=SECONDS, doc="Seconds after which the count is reset.")
+    allowed_messages: int = option(rule=POSITIVE, doc="Messages per interval.")
+    interval: float = option(rule=SECONDS, doc="After this the count is reset.")
 
 
 @options
@@ -55,10 +53,10 @@ class RetryPolicy(Options):
     backoff: float = option(
         default=60.0,
         rule=SECONDS_OR_ZERO,
-        doc="Seconds before the second attempt; doubled for each further attempt.",
+        doc="Delay of the second attempt; doubled for each further one.",
     )
     max_backoff: float = option(
-        default=3600.0, rule=SECONDS_OR_ZERO, doc="The longest delay, in seconds, before `jitter`."
+        default=3600.0, rule=SECONDS_OR_ZERO, doc="The longest delay, before ``jitter``."
     )
     jitter: float = option(
         default=0.1, rule=FRACTION, doc="The share of a delay by which it is randomly varied."
@@ -80,21 +78,20 @@ class Archive(Options):
             "'received_at', 'enqueued_at', or a function of one argument",
             lambda value: value in _TIMES if isinstance(value, str) else FUNCTION.holds(value),
         ),
-        doc="The timestamp by which messages are archived and intervals read: when the run received"
-        " them, when the broker enqueued them, or the result of a function of the received message:"
-        " an aware ``datetime``.  Where it is missing, ``received_at`` is used, and the run reports"
-        " it.",
+        doc="The timestamp by which intervals are read: of receipt, of enqueueing, or an"
+        " aware ``datetime`` from the received message.  Where it is missing,"
+        " ``received_at`` is used, and the run reports it.",
     )
     keep: float | None = option(
         default=None,
         rule=SECONDS.or_none(),
-        doc="Retention in seconds, by that timestamp, hour by hour; ``None``: unlimited.",
+        doc="Retention by that timestamp, in whole hours; ``None``: unlimited.",
     )
     on_gap: str = option(
         default="report",
         rule=one_of("report", "refuse"),
-        doc="How a backfill treats an interval that is known to be incomplete or empty: ``report``"
-        " notes it in its report, ``refuse`` fails before it handles anything.",
+        doc="A backfill of an interval that is incomplete or empty: ``report`` notes it,"
+        " ``refuse`` fails before it handles anything.",
     )
 
 
@@ -113,19 +110,18 @@ class Processors(Options):
     executor: str = option(
         default="threads",
         rule=one_of("threads", "processes"),
-        doc="``processes`` runs callbacks in parallel child processes: for CPU-bound callbacks;"
-        " their messages and results must be picklable.",
+        doc="``processes``: child processes, for CPU-bound callbacks; their messages and"
+        " results must be picklable.",
     )
     max_demand: int = option(
         default=AUTO,
         rule=POSITIVE,
-        doc="With ``min_demand``, sets the size of the chunk passed to ``prepare_messages``:"
-        " ``max_demand - min_demand`` messages.  10 as in Broadway.",
+        doc="A chunk has ``max_demand - min_demand`` messages.  10 as in Broadway.",
     )
     min_demand: int = option(
         default=AUTO,
         rule=at_least(0),
-        doc="Less than ``max_demand``; half of it by default, as in Broadway.",
+        doc="Less than ``max_demand``; half of it by default.",
     )
     partition_by: Callable[[Any], int] | None = option(
         default=None,
@@ -180,7 +176,7 @@ class Batcher(Options):
     engine: str = option(
         default="spark",
         rule=one_of("spark", "python"),
-        doc="Runs ``handle_batch``: ``spark`` passes it a DataFrame, ``python`` a list.",
+        doc="``handle_batch`` gets a DataFrame (``spark``) or a list (``python``).",
         no_template=_DETERMINES_TASKS,
     )
     batch_size: Any = option(
@@ -197,15 +193,14 @@ class Batcher(Options):
     batch_bytes: int | None = option(
         default=AUTO,
         rule=POSITIVE.or_none(),
-        doc="A batch is closed before its payloads, as received, pass this many bytes together;"
-        " a single larger message is a batch of its own.  None with Python, 128 MiB with Spark.",
+        doc="Payload bytes, as received, before which a batch is closed; a larger message is"
+        " a batch of its own.  None with Python, 128 MiB with Spark.",
     )
     batch_timeout: float | None = option(
         default=AUTO,
         rule=SECONDS.or_none(),
-        doc="Seconds from a batch's first message until it is closed unfilled.  ``None``: at the"
-        " end of the run.  1 with Python where batches are handled as messages come; None with"
-        " Spark, and where messages are staged first.",
+        doc="From a batch's first message until it is closed unfilled; ``None``: at the end"
+        " of the run.  1 with Python in one process, else None.",
     )
     concurrency: int = option(default=1, rule=POSITIVE, doc="Batches handled at a time.")
     max_demand: int = option(
@@ -227,27 +222,26 @@ class Batcher(Options):
     schema: str | None = option(
         default=None,
         rule=TEXT.or_none(),
-        doc='The columns of ``data`` as Spark DDL, e.g. ``"origin string, delay double"``; a Python'
-        " batcher gets a ``dict`` of them.",
+        doc='The columns of ``data`` as Spark DDL: ``"origin string, delay double"``.  A'
+        " Python batcher gets a ``dict`` of them.",
     )
     own_application: bool = option(
         default=False,
         rule=BOOL,
-        doc="Run this batcher in a Spark application of its own.",
+        doc="Runs this batcher in a Spark application of its own.",
         no_template=_DETERMINES_TASKS,
     )
     sink: Sink | None = option(
         default=None,
         rule=Rule("a sink, such as ParquetFolder(…)", lambda v: isinstance(v, Sink)).or_none(),
-        doc="The table or folder to which the rows of each batch are committed exactly once.  Then"
-        " ``handle_batch`` returns the rows; without ``handle_batch`` they are the message id and"
-        " the columns of ``data``: see ``docs/sinks.md``.",
+        doc="The table or folder to which the rows that ``handle_batch`` returns are"
+        " committed exactly once: see ``docs/sinks.md``.",
     )
     outlets: Any = option(
         default=None,
         rule=Rule("a list of names or URIs of assets", _is_names).or_none(),
-        doc="Airflow assets that its batches update: when the task that handled them succeeds, each"
-        " gets an event with counts and batch ids.  Default: the URI of its sink, if it has one.",
+        doc="Assets that get an event with counts and batch ids when the task succeeds; by"
+        " default the sink's URI.",
         no_template="it determines the assets of the Dag",
     )
 

@@ -165,81 +165,60 @@ class KafkaOptions(Producer):
 
     group_id: str = option(
         rule=TEXT,
-        doc=(
-            "The consumer group whose offsets are used.  It belongs to this pipeline alone:"
-            " no other consumer may be a member of it."
-        ),
+        doc="The consumer group whose offsets are used, of this pipeline alone.",
     )
-    topics: Any = option(rule=_TOPICS, doc="The topics, by name: a list.")
+    topics: Any = option(rule=_TOPICS, doc="The topics, by name.")
     hosts: Any = option(
         default=None,
         rule=_HOSTS.or_none(),
-        doc=(
-            "Bootstrap brokers: ``'host:port,host:port'``, or a list of ``'host:port'``;"
-            " ``None``: the connection's ``bootstrap.servers``."
-        ),
+        doc="Bootstrap brokers; ``None``: the connection's ``bootstrap.servers``.",
     )
     conn_id: str | None = option(
         default=DEFAULT_CONNECTION,
         rule=CONN_ID.or_none(),
-        doc="The Airflow connection of type ``kafka``, whose extra is librdkafka's settings;"
-        f" ``None``: ``hosts`` alone, as without a ``{DEFAULT_CONNECTION}``.",
+        doc="A connection of type ``kafka``, whose extra is librdkafka's settings; ``None``:"
+        " ``hosts`` alone.",
     )
     offset_reset_policy: Any = option(
         default="latest",
         rule=_POLICY,
-        doc=(
-            "Where a group begins that has no offset in any partition: ``earliest``,"
-            " ``latest``, or at a timestamp with its time zone, in ISO 8601.  A partition"
-            " that is added later is always read from its beginning."
-        ),
+        doc="Where a group begins that has no offset in any partition.  A partition that is"
+        " added later is read from its beginning.",
     )
     order: str = option(
         default="partition",
         rule=one_of("partition", "key", "none"),
-        doc=(
-            "Kept in order: a ``partition``, which stops at a message to be retried;"
-            " the messages of a ``key`` in it; or ``none``: messages to be retried are sent"
-            " to ``retry_topic``, and hold up nothing."
-        ),
+        doc="Kept in order: a ``partition``, the messages of a ``key`` in it, or ``none``,"
+        " with retries by ``retry_topic``.",
     )
     on_expired: str = option(
         default="continue",
         rule=one_of("continue", "fail"),
-        doc=(
-            "The behaviour when retention has removed unread messages: ``continue`` with an"
-            " error in the log, or ``fail``."
-        ),
+        doc="When retention has removed unread messages: ``continue`` with an error in the"
+        " log, or ``fail``.",
     )
     retry_topic: str | None = option(
         default=None,
         rule=_A_TOPIC.or_none(),
-        doc=(
-            "The topic for messages to be retried, with ``order='none'``; ``None``: the"
-            " topic's own name and ``.retry``."
-        ),
+        doc="The topic for messages to be retried, with ``order='none'``; ``None``:"
+        " ``<topic>.retry``.",
     )
     dead_letter: str | None = option(
         default=None,
         rule=_A_TOPIC.or_none(),
-        doc="The topic for dead letters; ``None``: the topic's own name and ``-dlt``.",
+        doc="The topic for dead letters; ``None``: ``<topic>-dlt``.",
     )
     lateness: float = option(
         default=300.0,
         rule=SECONDS_OR_ZERO,
-        doc=(
-            "Seconds by which messages of the log may be out of order by their timestamps:"
-            " a backfill reads this far beyond its interval."
-        ),
+        doc="By how much messages of the log may be out of order by their timestamps: a"
+        " backfill reads this far beyond its interval.",
     )
     settings: Any = option(
         default=None,
         rule=_SETTINGS.or_none(),
-        doc=(
-            "Settings of librdkafka, by its names, such as ``fetch.wait.max.ms``; they"
-            " override the connection's.  No secrets, and none that are reserved by this"
-            " package."
-        ),
+        doc="Settings of librdkafka, by its names, such as ``fetch.wait.max.ms``; they"
+        " override the connection's.  No secrets, and none that are reserved.",
     )
 
     def _resolve(self) -> None:

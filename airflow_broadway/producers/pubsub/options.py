@@ -100,30 +100,24 @@ class PubSubProducer(BrokerProducer):
 
     subscription: str = option(
         rule=_named("subscription"),
-        doc="The subscription: ``projects/PROJECT/subscriptions/ID``, or its id alone, in the"
-        " project of ``project_id`` or of the connection.",
+        doc="``projects/PROJECT/subscriptions/ID``, or the id alone.",
     )
     project_id: str | None = option(
         default=None,
         rule=TEXT.or_none(),
-        doc=(
-            "The project of a subscription or topic set by its id; by default that of the"
-            " connection, else of the credentials."
-        ),
+        doc="The project of ids; by default that of the connection, else of the credentials.",
     )
     conn_id: str | None = option(
         default=DEFAULT_CONNECTION,
         rule=CONN_ID.or_none(),
-        doc="The Airflow connection of type ``google_cloud_platform``; ``None``: Application"
-        f" Default Credentials, also used without a ``{DEFAULT_CONNECTION}``.",
+        doc="A connection of type ``google_cloud_platform``; without it Application Default"
+        " Credentials.",
     )
     endpoint: str | None = option(
         default=None,
         rule=_ENDPOINT.or_none(),
-        doc=(
-            "Another endpoint than Google's global one, such as a region's; ``http://…`` is"
-            " an emulator, without credentials.  ``PUBSUB_EMULATOR_HOST`` by default."
-        ),
+        doc="Another endpoint than Google's global one, such as a region's; ``http://…`` is"
+        " an emulator, without credentials.  By default ``PUBSUB_EMULATOR_HOST``.",
     )
     receive_concurrency: int = option(
         default=4,
@@ -133,36 +127,28 @@ class PubSubProducer(BrokerProducer):
     max_number_of_messages: int = option(
         default=250,
         rule=between(1, limits.MAX_PULL),
-        doc="Messages in one pull, at most: a run asks for a thousand at a time, so that four pulls"
-        " are in flight.  Broadway's default is 10.",
+        doc="Messages in one pull, at most.",
     )
     receive_timeout: float = option(
         default=5.0,
         rule=SECONDS,
-        doc=(
-            "Seconds that a pull waits for a message: the time to detect that a"
-            " subscription is empty."
-        ),
+        doc="How long a pull waits for a message, until the subscription counts as empty.",
     )
     receive_interval: float = option(
         default=5.0,
         rule=SECONDS_OR_ZERO,
-        doc="Seconds from an empty pull to the next one.",
+        doc="Time from an empty pull to the next one.",
     )
     request_timeout: float = option(
         default=60.0,
         rule=SECONDS,
-        doc=(
-            "Seconds for which a request other than a pull is retried while Pub/Sub is unreachable."
-        ),
+        doc="How long other requests are retried while Pub/Sub is unreachable.",
     )
     on_success: Any = option(
         default="ack",
         rule=_ACTION,
-        doc=(
-            "The action for a message that succeeded: ``ack``, ``noop``, ``nack``, ``(nack,"
-            " seconds)``, ``retry``, ``dead_letter`` or ``release``."
-        ),
+        doc="The action for a message that succeeded: ``ack``, ``noop``, ``nack``, ``(nack,"
+        " seconds)``, ``retry``, ``dead_letter`` or ``release``.",
     )
     on_failure: Any = option(
         default="noop",
@@ -172,10 +158,7 @@ class PubSubProducer(BrokerProducer):
     message_ordering: bool = option(
         default=False,
         rule=BOOL,
-        doc=(
-            "Whether messages of one ordering key stay in order: a redelivered message"
-            " holds back those behind it.  Must match the subscription."
-        ),
+        doc="Whether messages of one ordering key stay in order.  Must match the subscription.",
     )
     lease: float = option(
         default=AUTO,
@@ -184,24 +167,18 @@ class PubSubProducer(BrokerProducer):
             lambda v: type(v) in (int, float) and _DEADLINES[0] <= v <= _DEADLINES[1],
             float,
         ),
-        doc=(
-            "Seconds for which messages are held, renewed during the run.  600, the maximum"
-            " of Pub/Sub."
-        ),
+        doc="How long messages are held; renewed during the run.",
     )
     dead_letter: str | None = option(
         default=None,
         rule=_named("topic").or_none(),
-        doc="The topic for dead letters, by id or ``projects/PROJECT/topics/ID``; ``None``: that of"
-        " the subscription's own dead-letter policy.",
+        doc="The topic for dead letters; ``None``: that of the subscription's dead-letter policy.",
     )
     dead_letter_subscription: str | None = option(
         default=None,
         rule=_named("subscription").or_none(),
-        doc=(
-            "The pull subscription from which dead letters are read; ``None``: the one with"
-            " their topic's name."
-        ),
+        doc="The pull subscription from which dead letters are read; ``None``: the one with"
+        " their topic's name.",
     )
 
     def _resolve(self) -> None:

@@ -105,7 +105,7 @@ class Qos(Options):
     prefetch_count: int = option(
         default=1000,
         rule=rules.POSITIVE,
-        doc="The consumer's prefetch count; the default, two bundles of 500, keeps it flowing.",
+        doc="The consumer's prefetch count; by default two bundles of 500.",
     )
 
 
@@ -136,27 +136,22 @@ class RabbitMQOptions(Producer):
     conn_id: str | None = option(
         default=rules.AUTO,
         rule=rules.CONN_ID.or_none(),
-        doc=f"The Airflow connection; ``{DEFAULT_CONNECTION}`` unless ``uri`` is given.",
+        doc="The Airflow connection, unless ``uri`` is set.",
     )
     uri: str | None = option(
         default=None,
         rule=_URI.or_none(),
-        doc="The broker's address without a password, for testing.  Instead of ``conn_id``.",
+        doc="The broker's address without a password, for testing.",
     )
     on_failure: str = option(
         default=rules.AUTO,
         rule=rules.Rule("an action of this producer", lambda v: isinstance(v, str)),
-        doc=(
-            "The action for a message that failed; the values of ``on_success``.  Should be"
-            " set: the default is Broadway's, ``reject_and_requeue``, with its warning."
-        ),
+        doc="The action for a message that failed.  A run warns if it is not set.",
     )
     lease: float = option(
         default=21600.0,
         rule=rules.SECONDS,
-        doc=(
-            "Seconds for which a run may hold messages: a fixed bound, from receiving to settling."
-        ),
+        doc="How long a run may hold messages, from receiving to settling; not renewed.",
     )
     qos: Qos = option(
         default=Qos(),
@@ -167,11 +162,7 @@ class RabbitMQOptions(Producer):
     declare: Mapping[str, Any] | None = option(
         default=None,
         rule=_mapping_rule(("durable", "passive", "arguments")),
-        doc=(
-            "Declares the queue with these arguments before receiving; ``None``: it must"
-            " exist.  An exclusive or auto-delete queue would be deleted with its messages"
-            " at the end of the run."
-        ),
+        doc="Declares the queue with these arguments before receiving; ``None``: it must exist.",
     )
     bindings: Any = option(
         default=(),
@@ -200,31 +191,30 @@ class RabbitMQOptions(Producer):
         default=None,
         rule=rules.FUNCTION.or_none(),
         doc="Called with a channel after connecting, before anything is declared:"
-        " ``channel.call('queue_declare', queue=…)``.  If it raises, it is retried"
-        " after a delay, as in Broadway, for ``reconnect_timeout``.",
+        " ``channel.call('queue_declare', queue=…)``.  If it raises, it is retried for"
+        " ``reconnect_timeout``.",
     )
     merge_options: Callable[[int], Mapping[str, Any]] | None = option(
         default=None,
         rule=rules.FUNCTION.or_none(),
-        doc="Called with the producer's index, from 0, in every process; returns the options that"
-        " differ for that producer, the same in every call: any but ``concurrency``,"
-        " ``message_identity``, ``retry``, ``rate_limiting`` and ``transformer``.",
+        doc="Called with the producer's index, from 0; returns the options that differ for"
+        " it: see ``docs/rabbitmq.md``.",
     )
     backoff_type: str = option(
         default="rand_exp",
         rule=rules.one_of(*BACKOFF_TYPES),
-        doc="How the delay grows between attempts to reconnect.",
+        doc="How the delay grows between attempts to reconnect; ``stop``: none.",
     )
     backoff_min: float | None = option(
-        default=None, rule=rules.SECONDS.or_none(), doc="The shortest such delay, in seconds; 1."
+        default=None, rule=rules.SECONDS.or_none(), doc="The shortest such delay; 1."
     )
     backoff_max: float | None = option(
-        default=None, rule=rules.SECONDS.or_none(), doc="The longest such delay, in seconds; 30."
+        default=None, rule=rules.SECONDS.or_none(), doc="The longest such delay; 30."
     )
     reconnect_timeout: float = option(
         default=60.0,
         rule=rules.SECONDS,
-        doc="Seconds after which a run that cannot connect fails.",
+        doc="After this a run that cannot connect fails.",
     )
     dead_letter: Any = option(
         default=None,
@@ -234,11 +224,8 @@ class RabbitMQOptions(Producer):
     max_message_bytes: int = option(
         default=15 * 1024 * 1024,
         rule=rules.POSITIVE,
-        doc=(
-            "A message with a larger body is dead-lettered.  Including its bundle it must"
-            " fit the broker's max_message_size; it is also the limit of a bundle of several"
-            " messages."
-        ),
+        doc="A message with a larger body is dead-lettered.  Must fit the broker's"
+        " ``max_message_size``.",
     )
 
     def _resolve(self) -> None:

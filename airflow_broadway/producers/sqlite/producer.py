@@ -65,16 +65,15 @@ class SqliteProducer(Producer):
     path: str | None = option(
         default=None,
         rule=_ABSOLUTE.or_none(),
-        doc="The queue file: an absolute path, on a disk of this machine.  Instead of ``conn_id``.",
+        doc="The queue file, on a disk of this machine; instead of ``conn_id``.",
     )
     conn_id: str | None = option(
         default=AUTO,
         rule=CONN_ID.or_none(),
-        doc="The Airflow connection whose host, or extra ``path``, is the queue file;"
-        f" ``{DEFAULT_CONNECTION}`` unless ``path`` is given.",
+        doc="The connection whose host, or extra ``path``, is the queue file.",
     )
     busy_timeout: float = option(
-        default=30.0, rule=SECONDS, doc="Seconds to wait while another process writes to the file."
+        default=30.0, rule=SECONDS, doc="How long to wait while another process writes to the file."
     )
 
     def _resolve(self) -> None:

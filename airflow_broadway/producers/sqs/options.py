@@ -109,18 +109,17 @@ class SqsProducer(BrokerProducer):
     tells_age: ClassVar[bool] = False
 
     queue_url: str | None = option(
-        default=None, rule=_URL.or_none(), doc="The queue's URL.  Or ``queue_name``."
+        default=None, rule=_URL.or_none(), doc="The queue's URL; or ``queue_name``."
     )
     queue_name: str | None = option(
         default=None,
         rule=_QUEUE_NAME.or_none(),
-        doc="The queue's name, looked up in the connection's account.  Instead of ``queue_url``.",
+        doc="The queue's name, looked up in the connection's account.",
     )
     conn_id: str | None = option(
         default=DEFAULT_CONNECTION,
         rule=CONN_ID.or_none(),
-        doc="The Airflow connection of type ``aws``; ``None``: boto3's default"
-        f" credentials, also used without an ``{DEFAULT_CONNECTION}``.",
+        doc="A connection of type ``aws``; without it boto3's default credentials.",
     )
     region_name: str | None = option(
         default=None,
@@ -130,10 +129,8 @@ class SqsProducer(BrokerProducer):
     endpoint_url: str | None = option(
         default=None,
         rule=_URL.or_none(),
-        doc=(
-            "Another endpoint than AWS's; the connection's by default, else the host of a"
-            " ``queue_url`` that is not AWS's own."
-        ),
+        doc="Another endpoint than AWS's; by default the connection's, else the host of a"
+        " ``queue_url`` that is not AWS's own.",
     )
     receive_concurrency: int = option(
         default=10,
@@ -148,31 +145,27 @@ class SqsProducer(BrokerProducer):
     wait_time_seconds: float | None = option(
         default=None,
         rule=_whole(20).or_none(),
-        doc=(
-            "Seconds that a receive waits for a message (long polling); ``None``: the"
-            " queue's setting."
-        ),
+        doc="How long a receive waits for a message; ``None``: the queue's setting.",
     )
     visibility_timeout: float | None = option(
         default=None,
         rule=_whole(LONGEST_VISIBILITY).or_none(),
-        doc="The lease under its name in SQS; whole seconds.  ``lease`` by default.",
+        doc="The lease under its name in SQS.",
     )
     receive_interval: float = option(
         default=5.0,
         rule=SECONDS_OR_ZERO,
-        doc="Seconds from an empty receive to the next one.",
+        doc="Time from an empty receive to the next one.",
     )
     attribute_names: Any = option(
         default=None,
         rule=_ATTRIBUTES.or_none(),
-        doc="System attributes in a message's metadata: ``all`` or a list.",
+        doc="System attributes in a message's metadata.",
     )
     message_attribute_names: Any = option(
         default=None,
         rule=_MESSAGE_ATTRIBUTES.or_none(),
-        doc="Message attributes in its metadata: ``all`` or a list of names and prefixes"
-        " (``trace.*``).",
+        doc="Message attributes in its metadata: ``all``, names, or prefixes (``trace.*``).",
     )
     on_failure: str = option(
         default="noop",
@@ -182,16 +175,13 @@ class SqsProducer(BrokerProducer):
     lease: float = option(
         default=AUTO,
         rule=SECONDS,
-        doc=(
-            "Seconds for which messages are held, at most 43,200; renewed during the run,"
-            " up to 12 hours from receipt.  ``visibility_timeout``, else 900."
-        ),
+        doc="Seconds for which messages are held, at most 43,200; renewed during the run,"
+        " up to 12 hours from receipt.  ``visibility_timeout``, else 900.",
     )
     dead_letter: str | None = option(
         default=None,
         rule=_PLACE.or_none(),
-        doc="The queue for dead letters, by URL, ARN or name; ``None``: that of the queue's own"
-        " redrive policy.",
+        doc="The queue for dead letters; ``None``: that of the redrive policy.",
     )
 
     def _resolve(self) -> None:
