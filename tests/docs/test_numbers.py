@@ -73,7 +73,6 @@ PUBSUB = PubSubProducer(subscription="orders")
         ("rabbitmq.md", "when it is at least {:g} seconds old", standing_queues._RELIABLE_AGE),
         ("rabbitmq.md", "ask for nothing for {:g} seconds", consumer.DEMAND_TIMEOUT),
         ("rabbitmq.md", "{:g} s per request at most", checks.ANSWER_TIMEOUT),
-        ("semantics.md", "| 10 | {}, four pulls at a time", PUBSUB.max_number_of_messages),
         ("semantics.md", "| `receive_timeout` | for ever | {:g} s", PUBSUB.receive_timeout),
         ("staging.md", "`version`, now {}", layout.VERSION),
         ("staging.md", "hold up to {:g} KiB of entries", recording.INLINE_BYTES / 1024),
