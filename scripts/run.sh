@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run a command in this checkout, set up first if it is not yet:
 #
-#   scripts/run.sh [--rabbitmq] [--kafka] [--s3a] [--tables] [--browser] [--cluster] [--quick-spark] [--in-memory] [--airflow NAME] \
+#   scripts/run.sh [--rabbitmq] [--kafka] [--s3a] [--tables] [--browser] [--cluster] [--race] [--quick-spark] [--in-memory] [--airflow NAME] \
 #       COMMAND [ARGUMENT...]
 #
 #   --rabbitmq      the command wants a RabbitMQ to be installed
@@ -10,6 +10,7 @@
 #   --tables        the command writes tables from Spark where Maven can resolve their jars
 #   --browser       the command wants Chromium and its driver to be installed
 #   --cluster       the command wants Airflow's Celery executor and PostgreSQL's client
+#   --race          the command runs the peers of the race
 #   --quick-spark   the command starts Spark many times, which may have taken a minute to prepare
 #   --in-memory     the command syncs many temporary files: they go to memory, where that has room
 #   --airflow NAME  the command uses Airflow's metadata database; its AIRFLOW_HOME is build/NAME
@@ -20,7 +21,7 @@ home='' quick_spark='' in_memory=''
 setup=(bash scripts/setup.sh)
 while :; do
     case ${1:-} in
-        --rabbitmq | --kafka | --s3a | --tables | --browser | --cluster) setup+=("$1") ;;
+        --rabbitmq | --kafka | --s3a | --tables | --browser | --cluster | --race) setup+=("$1") ;;
         --quick-spark) setup+=("$1"); quick_spark=$PWD/build/setup/spark.jsa ;;
         --in-memory) in_memory=/dev/shm ;;
         --airflow) home=$2; shift ;;

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up this checkout: the environment in .venv and a Java for Spark; with --rabbitmq or --kafka, that
 # broker too; with --s3a, Hadoop's S3A; with --tables, the jars of tables and their catalog; with --browser, Chromium and
-# its driver; with --cluster, Celery and PostgreSQL's client; with --quick-spark, what lets many Sparks start in less time.
+# its driver; with --cluster, Celery and PostgreSQL's client; with --race, its peers; with --quick-spark, what lets many Sparks start in less time.
 #
 # Needs Python alone.  Each step leaves a stamp, so that a second call does nothing, in a fraction of a
 # second.  Only root on Debian or Ubuntu has system packages installed for it; all others are told the
@@ -134,6 +134,23 @@ setup_cluster() {
     [ "$(cat .venv/.cluster 2>/dev/null)" != "$made" ] || return 0
     pip_install --no-deps --require-hashes -r requirements-cluster.lock
     printf '%s\n' "$made" >.venv/.cluster
+}
+
+# An environment of their own: their dependencies are not this project's.
+setup_race() {
+    local made venv=build/race/.venv
+    made="$(cksum <tests/race/requirements.txt) $(venv_version) $root"
+    [ "$(cat "$venv/.made" 2>/dev/null)" != "$made" ] || return 0
+    say "Installing the peers of the race into $venv; this takes some minutes."
+    mkdir -p build/setup
+    rm -rf "$venv"
+    if .venv/bin/python -m venv "$venv" >build/setup/race.log 2>&1 && "$venv/bin/python" -m pip install --quiet \
+        --disable-pip-version-check --no-input -r tests/race/requirements.txt >>build/setup/race.log 2>&1; then
+        printf '%s\n' "$made" >"$venv/.made"
+    else
+        rm -rf "$venv"
+        say "The peers of the race could not be installed (build/setup/race.log): they are left out."
+    fi
 }
 
 # ------------------------------------------------------------------------------------------ Java
@@ -294,7 +311,7 @@ setup_browser() {
 }
 
 # ------------------------------------------------------------------------------------------------
-rabbitmq='' kafka='' s3a='' tables='' browser='' cluster='' quick_spark=''
+rabbitmq='' kafka='' s3a='' tables='' browser='' cluster='' race='' quick_spark=''
 for argument in "$@"; do
     case $argument in
         --rabbitmq) rabbitmq=1 ;;
@@ -303,8 +320,9 @@ for argument in "$@"; do
         --tables) tables=1 ;;
         --browser) browser=1 ;;
         --cluster) cluster=1 ;;
+        --race) race=1 ;;
         --quick-spark) quick_spark=1 ;;
-        *) die "setup.sh knows --rabbitmq, --kafka, --s3a, --tables, --browser, --cluster and --quick-spark, not $argument." ;;
+        *) die "setup.sh knows --rabbitmq, --kafka, --s3a, --tables, --browser, --cluster, --race and --quick-spark, not $argument." ;;
     esac
 done
 setup_python
@@ -316,4 +334,6 @@ setup_java
 [ -z "$tables" ] || setup_jars iceberg "Apache Iceberg's REST catalog" "its tests are left out"
 [ -z "$browser" ] || setup_browser
 [ -z "$cluster" ] || setup_cluster
+[ -z "$race" ] || setup_jars spark-kafka "Spark's connector for Kafka" "Structured Streaming is left out"
+[ -z "$race" ] || setup_race
 [ -z "$quick_spark" ] || setup_quick_spark

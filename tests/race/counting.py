@@ -1,0 +1,105 @@
+"""What a reader sees of a peer's rows: files by the instant at which they became visible."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+class Counted(NamedTuple):
+    """The rows of a pass.
+
+    :param lost: Messages without a row.
+    :param doubled: Rows of messages that have a row already.
+    """
+
+    lost: int
+    doubled: int
+
+
+def count_rows(numbers: Iterable[int], sent: int) -> Counted:
+    """Compares the numbers of the rows with those sent: 0 to ``sent - 1``.
+
+    :raises ValueError: If a row has a number that was not sent.
+    """
+    counts = Counter(numbers)
+    if strange := counts.keys() - range(sent):
+        raise ValueError(f"rows of messages that were not sent: {sorted(strange)[:5]}")
+    return Counted(sent - len(counts), counts.total() - len(counts))
+
+
+class Rows:
+    """The rows below a folder.
+
+    :param folder: Names below it that begin with ``_`` or ``.`` are hidden.  With
+        ``_spark_metadata``, the log of Structured Streaming, only the files that it lists are
+        visible.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._counts: dict[tuple[Path, float], int] = {}
+
+    def files(self) -> dict[Path, float]:
+        """Returns the visible files, each with the Unix time at which it became visible."""
+        log = self.folder / "_spark_metadata"
+        if log.is_dir():
+            return self._of_spark(log)
+        found = {}
+        for path in self.folder.rglob("*.parquet"):
+            if not any(part[0] in "_." for part in path.relative_to(self.folder).parts):
+                found[path] = path.stat().st_ctime
+        return found
+
+    def _of_spark(self, log: Path) -> dict[Path, float]:
+        found: dict[Path, float] = {}
+        for batch in sorted(log.iterdir(), key=lambda path: path.stat().st_ctime):
+            if batch.name.startswith("."):
+                continue
+            for line in batch.read_text().splitlines()[1:]:
+                path = Path(json.loads(line)["path"].removeprefix("file://"))
+                found.setdefault(path, batch.stat().st_ctime)
+        return found
+
+    def count(self, without: Container[Path] = ()) -> int:
+        """Returns the number of rows; a file that is not whole yet has none.
+
+        :param without: Files that are left out.
+        """
+        total = 0
+        for path, at in self.files().items():
+            if path not in without:
+                key = path, at
+                if key not in self._counts:
+                    self._counts[key] = _read(path, "n").length()
+                total += self._counts[key]
+        return total
+
+    def numbers(self, without: Container[Path] = ()) -> Iterator[int]:
+        """Reads the messages' numbers."""
+        for path in self.files():
+            if path not in without:
+                yield from _read(path, "n").to_pylist()
+
+    def latencies(self, without: Container[Path] = ()) -> list[float]:
+        """Returns the seconds from a message's sending until its row was visible, sorted."""
+        return sorted(
+            at - sent
+            for path, at in self.files().items()
+            if path not in without
+            for sent in _read(path, "sent").to_pylist()
+        )
+
+
+def _read(path: Path, column: str) -> Any:
+    """Reads a column; a file that is not whole has no rows."""
+    try:
+        return pq.ParquetFile(path).read([column])[column]
+    except (OSError, pa.ArrowInvalid):
+        return pa.chunked_array([], pa.null())

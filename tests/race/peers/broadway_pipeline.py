@@ -1,0 +1,36 @@
+"""A pipeline with one Python batcher of 10,000 messages and the sink ``ParquetFolder``; the other
+options are defaults.  A run receives for 2 seconds, or until the queue has been empty for 0.2."""
+
+import json
+import os
+
+from airflow_broadway import Batcher, Broadway
+from airflow_broadway.producers import KafkaProducer, RabbitMQProducer, SqsProducer
+from airflow_broadway.sinks import ParquetFolder
+
+QUEUE = os.environ["RACE_QUEUE"]
+PRODUCERS = {
+    "rabbitmq": lambda: RabbitMQProducer(
+        queue=QUEUE, conn_id="race", on_failure="retry", declare={"durable": True}
+    ),
+    "kafka": lambda: KafkaProducer(
+        topics=[QUEUE], conn_id="race", group_id=QUEUE, offset_reset_policy="earliest"
+    ),
+    "sqs": lambda: SqsProducer(queue_name=QUEUE, conn_id="race", receive_concurrency=10),
+}
+BUDGET = {"max_seconds": 2.0, "wait_seconds": 2.0, "idle_seconds": 0.2}
+
+
+class Rows(Broadway):
+    producer = PRODUCERS[os.environ["RACE_BROKER"]]()
+    batchers = {
+        "default": Batcher(
+            engine="python",
+            batch_size=10_000,
+            schema="n bigint, sent double, text string",
+            sink=ParquetFolder(path=os.environ["RACE_FOLDER"]),
+        )
+    }
+
+    def handle_message(self, processor, message, context):
+        return message.put_data(json.loads(message.data))
