@@ -26,8 +26,11 @@ RESULT = Path("build/bench.json")
 Part = Callable[[], list[dict[str, Any]]]
 
 
-def parts(quick: bool) -> dict[str, Part]:
-    """The parts by name, in order."""
+def parts(quick: bool, seconds: float) -> dict[str, Part]:
+    """The parts by name, in order.
+
+    :param seconds: The duration of the load of ``warm.live``.
+    """
     sizes = {"10k": flights.SIZES["10k"]} if quick else flights.SIZES
     return {
         "core": lambda: import_module("tests.benchmarks.core").bench_core(),
@@ -66,6 +69,10 @@ def parts(quick: bool) -> dict[str, Part]:
         "pubsub": lambda: import_module("tests.benchmarks.pubsub").bench_pubsub(
             **({"messages": 10_000, "tries": 1} if quick else {})
         ),
+        "warm": lambda: import_module("tests.benchmarks.warm").bench_warm(
+            **({"tries": 1} if quick else {})
+        ),
+        "warm.live": lambda: import_module("tests.benchmarks.warm").bench_live(seconds),
         "stages": lambda: flights.bench_stages(sizes),
         "keys": flights.bench_keys,
         "runs": lambda: flights.bench_runs(sizes, tries=1 if quick else 3),
@@ -77,8 +84,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--only", help="names of parts, with commas between")
     parser.add_argument("--quick", action="store_true", help="smallest sizes, one try")
+    parser.add_argument("--seconds", type=float, default=60.0, help="load of warm.live")
     args = parser.parse_args()
-    known = parts(args.quick)
+    known = parts(args.quick, args.seconds)
     chosen = args.only.split(",") if args.only else list(known)
     unknown = sorted(set(chosen) - set(known))
     if unknown:

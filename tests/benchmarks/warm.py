@@ -1,0 +1,263 @@
+"""Seconds from a message sent to its row and its acknowledgement, without a JVM, started by events.
+
+A real scheduler and triggerer of Airflow.  Row and queue are looked at from outside, every 20 ms.
+``warm.<shape>.<queue>.<table>`` are seconds since the message was sent, ``…to.<mark>`` the parts
+between one mark and the next: ``seen`` by the trigger, ``event`` stored, run ``queued`` and
+``running``, each task ``….queued`` and ``….started``, ``handled`` by the callback, ``row``, ``acked``.
+The first runs of a DAG are discarded: they find no queue, and no trigger yet.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pika
+
+from airflow_broadway.producers.sqlite import SqliteQueue
+from scripts.airflow_env import airflow_env
+from scripts.local_airflow import LocalAirflow, free_port
+from tests.benchmarks.figures import Figures, folder_of_its_own, median
+from tests.rabbitmq_server import RabbitServer
+
+#: Shape, queue and table of each DAG that is measured.
+CASES = (
+    ("run", "sqlite", "parquet"),
+    ("run", "sqlite", "delta"),
+    ("run", "rabbitmq", "parquet"),
+    ("staged", "sqlite", "parquet"),
+    ("staged", "sqlite", "delta"),
+    ("staged", "rabbitmq", "parquet"),
+)
+LIVE = (("run", "rabbitmq", "parquet"), ("staged", "rabbitmq", "parquet"))
+#: Messages per second of ``warm.live``, and messages of one call to send.
+RATE, AT_ONCE = 1_000, 50
+#: Runs whose figures are discarded.
+COLD = 2
+#: The tasks in order, of each shape.
+TASKS = {"run": ("run",), "staged": ("broadway.process", "broadway.batch.default")}
+_DAGS = Path(__file__).parent / "warm_dags"
+
+
+def bench_warm(
+    cases: Sequence[tuple[str, str, str]] = CASES, tries: int = 5
+) -> Figures:
+    """The figures of single messages."""
+    figures: Figures = []
+    with _world() as world:
+        for case in cases:
+            with world.case(*case) as dag:
+                for number in range(COLD):
+                    dag.one(number)
+                marks = [dag.one(COLD + number) for number in range(tries)]
+            name = "warm." + ".".join(case)
+            for end in ("row", "acked"):
+                seconds = [mark[end] - mark["sent"] for mark in marks]
+                figures.append(median(f"{name}.{end}", seconds, "s", digits=2))
+            names = sorted(marks[0], key=lambda key: statistics.median(m[key] for m in marks))
+            for before, after in zip(names, names[1:], strict=False):
+                parts = [mark[after] - mark[before] for mark in marks]
+                figures.append(median(f"{name}.to.{after}", parts, "s", digits=2))
+    return figures
+
+
+def bench_live(seconds: float = 60.0) -> Figures:
+    """Seconds from sent to row under a load; every row is there once."""
+    figures: Figures = []
+    with _world() as world:
+        for case in LIVE:
+            with world.case(*case) as dag:
+                dag.one(-1)
+                waited = sorted(dag.load(round(seconds * RATE)))
+            for share in (50, 99):
+                value = waited[min(len(waited) * share // 100, len(waited) - 1)]
+                figures.append(median(f"warm.live.{'.'.join(case)}.p{share}", [value], "s", digits=2))
+    return figures
+
+
+class Rows:
+    """The committed rows of a table, as a reader finds them.
+
+    :param folder: A ParquetFolder, or a Delta table.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: set[str] = set()
+
+    def new(self) -> list[dict[str, Any]]:
+        """Returns the rows committed since the last call."""
+        import pyarrow.parquet as pq
+
+        files = [path for path in self._files() if path not in self._known]
+        self._known.update(files)
+        return [row for path in files for row in pq.ParquetFile(self._folder / path).read().to_pylist()]
+
+    def _files(self) -> list[str]:
+        commits = sorted((self._folder / "_delta_log").glob("*.json"))
+        if not commits:
+            return [path.name for path in self._folder.glob("*.parquet")]
+        lines = [json.loads(line) for path in commits for line in path.read_text().splitlines()]
+        return [line["add"]["path"] for line in lines if "add" in line]
+
+
+class Case:
+    """One DAG, its queue and its table.
+
+    :param send: Sends messages.
+    :param depth: Returns the number of messages at the broker.
+    """
+
+    def __init__(
+        self,
+        airflow: LocalAirflow,
+        dag_id: str,
+        tasks: Sequence[str],
+        rows: Rows,
+        send: Callable[[list[bytes]], object],
+        depth: Callable[[], int],
+    ) -> None:
+        self._airflow, self._dag_id, self._tasks = airflow, dag_id, tasks
+        self._rows, self._send, self._depth = rows, send, depth
+
+    def one(self, number: int) -> dict[str, float]:
+        """Sends one message; returns its times, once its run has ended."""
+        marks = {"sent": time.time()}
+        self._send([_body(number)])
+        [row] = _until(self._rows.new)
+        marks["row"] = time.time()
+        assert row["n"] == number, row
+        _until(lambda: not self._depth())
+        marks["acked"] = time.time()
+        return {**marks, "handled": row["handled"], **self._times_in_airflow()}
+
+    def _times_in_airflow(self) -> dict[str, float]:
+        runs = f"/dags/{self._dag_id}/dagRuns"
+        [run] = self._airflow.api("GET", runs, order_by="-run_after", limit=1)["dag_runs"]
+        run_id = run["dag_run_id"]
+        state = self._airflow.wait_for_run(self._dag_id, run_id)
+        assert state == "success", state
+        [event] = self._airflow.api("GET", f"{runs}/{run_id}/upstreamAssetEvents")["asset_events"]
+        run = self._airflow.dag_run(self._dag_id, run_id)
+        times = {
+            "seen": event["extra"]["payload"]["at"],
+            "event": event["timestamp"],
+            "queued": run["queued_at"],
+            "running": run["start_date"],
+        }
+        instances = {item["task_id"]: item for item in self._airflow.task_instances(self._dag_id, run_id)}
+        for task in self._tasks:
+            name = task.rpartition(".")[2]
+            times[f"{name}.queued"] = instances[task]["queued_when"]
+            times[f"{name}.started"] = instances[task]["start_date"]
+            if task != self._tasks[-1]:
+                times[f"{name}.ended"] = instances[task]["end_date"]
+        return {name: datetime.fromisoformat(text).timestamp() for name, text in times.items()}
+
+    def load(self, count: int) -> list[float]:
+        """Sends at a steady rate; returns the seconds of each message until its row was seen."""
+        waited: dict[int, float] = {}
+        sender = threading.Thread(target=self._feed, args=(count,), daemon=True)
+        sender.start()
+        deadline = time.monotonic() + count / RATE + 180.0
+        while len(waited) < count and time.monotonic() < deadline:
+            rows, now = self._rows.new(), time.time()
+            for row in rows:
+                assert row["n"] not in waited, f"a second row of message {row['n']}"
+                waited[row["n"]] = now - row["sent"]
+            time.sleep(0.05)
+        assert len(waited) == count, f"{len(waited)} rows of {count} messages"
+        sender.join()
+        return list(waited.values())
+
+    def _feed(self, count: int) -> None:
+        begun = time.monotonic()
+        for start in range(0, count, AT_ONCE):
+            time.sleep(max(0.0, begun + start / RATE - time.monotonic()))
+            self._send([_body(number) for number in range(start, min(start + AT_ONCE, count))])
+
+
+class World:
+    """An Airflow, a broker of each kind, and tables."""
+
+    def __init__(self, airflow: LocalAirflow, server: RabbitServer, folder: Path) -> None:
+        self._airflow, self._server, self._folder = airflow, server, folder
+
+    @contextmanager
+    def case(self, shape: str, queue: str, table: str) -> Iterator[Case]:
+        """Unpauses a DAG while it is measured."""
+        name = f"{shape}_{queue}_{table}"
+        folder = self._folder / "tables" / name
+        if table == "delta":
+            import deltalake
+            import pyarrow as pa
+
+            columns = {"message_id": pa.string(), "n": pa.int64(), "sent": pa.float64()}
+            schema = pa.schema({**columns, "handled": pa.float64()})
+            deltalake.DeltaTable.create(str(folder), schema=schema)
+        with ExitStack() as stack:
+            broker = stack.enter_context(getattr(self, f"_{queue}")(name))
+            self._airflow.wait_for_dag(name)
+            self._airflow.pause(name, False)
+            stack.callback(self._airflow.pause, name)
+            yield Case(self._airflow, name, TASKS[shape], Rows(folder), *broker)
+
+    @contextmanager
+    def _sqlite(self, name: str) -> Iterator[Any]:
+        with SqliteQueue(self._folder / "queue.db", name) as queue:
+            queue.create()
+            yield queue.send, lambda: sum(queue.depth()[:4])
+
+    @contextmanager
+    def _rabbitmq(self, name: str) -> Iterator[Any]:
+        self._server.declare(name)
+        durable = pika.BasicProperties(delivery_mode=2)
+
+        def send(bodies: list[bytes]) -> None:
+            with self._server.channel() as channel:
+                for body in bodies:
+                    channel.basic_publish("", name, body, durable)
+
+        def depth() -> int:
+            # No message is in two places once its row is committed: here, or in a holding queue.
+            return self._server.count(name, *self._server.queue_names(f"broadway.held.{name}."))
+
+        yield send, depth
+
+
+@contextmanager
+def _world() -> Iterator[World]:
+    with folder_of_its_own() as folder, RabbitServer.start(folder / "broker") as server:
+        env = airflow_env(
+            port=free_port(),
+            home=folder / "airflow",
+            dags=_DAGS,
+            settings={"core.dags_are_paused_at_creation": "True"},
+        )
+        env["WARM_TABLES"] = str(folder / "tables")
+        sqlite = {"conn_type": "broadway_sqlite", "host": str(folder / "queue.db")}
+        env["AIRFLOW_CONN_WARM_SQLITE"] = json.dumps(sqlite)
+        env["AIRFLOW_CONN_WARM_RABBITMQ"] = json.dumps(server.connection())
+        with LocalAirflow(env, folder / "logs") as airflow:
+            yield World(airflow, server, folder)
+
+
+def _body(number: int) -> bytes:
+    return json.dumps({"n": number, "sent": time.time()}).encode()
+
+
+def _until(look: Callable[[], Any]) -> Any:
+    """Looks every 20 ms until there is something; returns it."""
+    deadline = time.monotonic() + 180.0
+    while time.monotonic() < deadline:
+        if found := look():
+            return found
+        time.sleep(0.02)
+    raise RuntimeError("nothing came in 180 s")

@@ -1,0 +1,65 @@
+"""The DAGs of ``make bench ARGS="--only warm"``: events of a backlog start each of them.
+
+``<shape>_<queue>_<table>``: ``run`` is one task, ``staged`` is process, batch and ack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from itertools import product
+from typing import Any
+
+from airflow.sdk import DAG, Asset, AssetWatcher
+
+from airflow_broadway import Batcher, Broadway, Message, Processors, backlog
+from airflow_broadway.operators.run import BroadwayRunOperator
+from airflow_broadway.producers import RabbitMQProducer, SqliteProducer
+from airflow_broadway.sinks import DeltaTable, ParquetFolder
+from airflow_broadway.triggers.backlog import BroadwayBacklogTrigger
+
+PRODUCERS: dict[str, Any] = {"sqlite": SqliteProducer, "rabbitmq": RabbitMQProducer}
+SINKS: dict[str, Any] = {"parquet": ParquetFolder, "delta": DeltaTable}
+#: Bounds of a process task under a load that never ends, and the seconds between two checks.
+SECONDS = {"run": 20.0, "staged": 2.0}
+POLL = 0.5
+
+
+class Warm(Broadway):
+    """A row is its message, and the time at which its callback was called."""
+
+    processors = Processors(concurrency=1, max_demand=500)
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        return message.put_data({**json.loads(message.data), "handled": time.time()})
+
+
+def pipeline(name: str, queue: str, table: str) -> Any:
+    """A class for each DAG, found by its name in this file."""
+    batcher = Batcher(
+        engine="python",
+        schema="n bigint, sent double, handled double",
+        batch_size=2_000,
+        batch_timeout=0.2,
+        sink=SINKS[table](path=f"{os.environ['WARM_TABLES']}/{name}"),
+    )
+    producer = PRODUCERS[queue](queue=name, conn_id=f"warm_{queue}")
+    fields = {"producer": producer, "batchers": {"default": batcher}, "__module__": __name__}
+    globals()[name] = made = type(name, (Warm,), fields)
+    return made()
+
+
+for shape, queue, table in product(SECONDS, PRODUCERS, SINKS):
+    name = f"{shape}_{queue}_{table}"
+    warm = pipeline(name, queue, table)
+    budget = {"idle_seconds": 0.2, "max_seconds": SECONDS[shape]}
+    if shape == "staged":
+        schedule = backlog(min_messages=1, poke_interval=POLL)
+        globals()[f"{name}_dag"] = warm.dag(name, schedule=schedule, process=budget)
+        continue
+    trigger = BroadwayBacklogTrigger(warm, dag_id=name, min_messages=1, poke_interval=POLL)
+    watched = Asset(f"{name} backlog", watchers=[AssetWatcher(name="backlog", trigger=trigger)])
+    with DAG(name, schedule=watched, catchup=False, max_active_runs=1) as dag:
+        BroadwayRunOperator(task_id="run", pipeline=warm, **budget)
+    globals()[f"{name}_dag"] = dag
