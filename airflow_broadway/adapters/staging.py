@@ -66,6 +66,8 @@ def open_store(staging: str | None) -> Store:
             f"the staging root {uri!r} is not a URI; set [broadway] staging to one such as"
             " 'file:///data/broadway' or 's3://aws_default@bucket/broadway'"
         )
+    if uri.startswith("file:///"):
+        return Store.open(uri)  # Airflow would load the file systems of all providers
     try:
         path = ObjectStoragePath(uri)
         return Store(path.fs, path.path, uri)

@@ -329,6 +329,21 @@ class Pipeline:
         return changed
 
 
+def check_engines(pipeline: Pipeline) -> None:
+    """Checks that every batcher runs in Python.
+
+    :raises PipelineError: Naming the others, and the way out.
+    """
+    spark = [name for name, options in pipeline.batchers.items() if options.engine != "python"]
+    if spark:
+        raise PipelineError(
+            f"batchers {spark} of {pipeline.name!r} run on Spark, which a run in one process does"
+            ' not have: set engine="python", or run the pipeline\'s task group'
+            " (BroadwayProcessorOperator, BroadwayBatcherOperator, BroadwaySparkSubmitOperator,"
+            " BroadwayAckSensor)"
+        )
+
+
 def _check(path: str, rule: Rule, value: object) -> None:
     if not rule.holds(value):
         raise OptionsError(path, rule.text, value)

@@ -70,9 +70,7 @@ class BroadwayBatcherOperator(LineageMixin, BaseOperator):
     _task: BatchTask | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
-        from airflow_broadway.runs.outcomes import run_again_command
-        from airflow_broadway.runs.sources.pipelines import source_of
-        from airflow_broadway.runs.tasks import BatchTask, reference_without_plan
+        from airflow_broadway.core.formats.plan import reference_without_plan
 
         host, ti = Host(context), context["ti"]
         processed = list(references(self.processed))
@@ -80,6 +78,10 @@ class BroadwayBatcherOperator(LineageMixin, BaseOperator):
             # The staging folder, which may be a bucket, is not opened for nothing.
             ti.xcom_push(key="return_value", value=reference_without_plan(self.batcher))
             raise AirflowSkipException(f"No message for the batcher {self.batcher!r}.")
+        from airflow_broadway.runs.outcomes import run_again_command
+        from airflow_broadway.runs.sources.pipelines import source_of
+        from airflow_broadway.runs.tasks import BatchTask
+
         pipeline = host.load_pipeline(self.pipeline)
         run = host.open_run(self.staging, pipeline)
         self._task = task = BatchTask(run, pipeline, host.task, host.ports, batcher=self.batcher)

@@ -12,13 +12,12 @@ from airflow_broadway.adapters.outlets import check_no_outlets
 from airflow_broadway.adapters.parsing import declared
 from airflow_broadway.core.custody.run_summary import check_fail_when
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.local.engine import check_engines
+from airflow_broadway.core.pipeline import Pipeline, check_engines
 from airflow_broadway.operators.pull import PullOperator
 
 if TYPE_CHECKING:
     from airflow_broadway.adapters.host import Host
     from airflow_broadway.core.model.run_source import RunSource
-    from airflow_broadway.core.pipeline import Pipeline
 
 __all__ = ["BroadwayRunOperator"]
 

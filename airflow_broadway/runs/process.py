@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.collector import look_after, rare_collections
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
@@ -48,11 +48,13 @@ from airflow_broadway.runs.ports import Ports, open_generation
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sinks import claim_interval
 from airflow_broadway.runs.sources.pipelines import prepare_sink
-from airflow_broadway.staging.archive.writer import ArchiveWriter, NoArchive
-from airflow_broadway.staging.received import ReceivedWriter
 from airflow_broadway.staging.run_folder import PUBLISHED, GenerationRecord, StagedRun
 from airflow_broadway.staging.store import host_name
-from airflow_broadway.staging.writer import ProcessWriter
+from airflow_broadway.staging.writer import NoMessages, ProcessWriter
+
+if TYPE_CHECKING:
+    from airflow_broadway.staging.archive.writer import ArchiveWriter
+    from airflow_broadway.staging.received import ReceivedWriter
 
 log = logging.getLogger(__name__)
 
@@ -155,19 +157,24 @@ class Process:
                 prepare_sink(self.staged, self.pipeline, self.env)
             return self._publish(lease, written, stager, receiving, archive)
 
-    def _archive_writer(self) -> ArchiveWriter | NoArchive:
+    def _archive_writer(self) -> ArchiveWriter | NoMessages:
         """Returns the archive of received messages, if the source is the live queue."""
         pipeline = self.pipeline
         if pipeline.archive is None or pipeline.run.source.kind not in (LIVE, DEAD_LETTERS):
-            return NoArchive()
+            return NoMessages()
+        from airflow_broadway.staging.archive.writer import ArchiveWriter  # loads pyarrow
+
         stem = f"{self.env.generation}/archive"
         return ArchiveWriter(self.staged.files, stem, pipeline.producer, pipeline.archive)
 
-    def _received_writer(self) -> ReceivedWriter:
+    def _received_writer(self) -> ReceivedWriter | NoMessages:
         """Returns the writer of messages as received, for the dead-letter table if there is one."""
-        wanted = self.pipeline.dead_letter_table is not None
+        if self.pipeline.dead_letter_table is None:
+            return NoMessages()
+        from airflow_broadway.staging.received import ReceivedWriter  # loads pyarrow
+
         stem = f"{self.env.generation}/received"
-        return ReceivedWriter(self.staged.files, stem, self.pipeline.producer, wanted=wanted)
+        return ReceivedWriter(self.staged.files, stem, self.pipeline.producer)
 
     def _renewer(self) -> LeaseRenewer:
         producer, source = self.pipeline.producer, self._source
@@ -194,7 +201,7 @@ class Process:
     # -- messages ------------------------------------------------------------------------------
 
     def _handle_messages(
-        self, stager: ChunkStager, archive: ArchiveWriter | NoArchive
+        self, stager: ChunkStager, archive: ArchiveWriter | NoMessages
     ) -> Receiving:
         # Verdicts are recorded when a result is staged; a result that is dropped has none.
         pool = ProcessorPool(
@@ -262,7 +269,9 @@ class Process:
             # Other processors end with their current message.
             yield from pool.map([], wait=lambda: STOP_CHECK_INTERVAL)
 
-    def _open_receiving(self, stager: ChunkStager, archive: ArchiveWriter | NoArchive) -> Receiving:
+    def _open_receiving(
+        self, stager: ChunkStager, archive: ArchiveWriter | NoMessages
+    ) -> Receiving:
         producer = self.pipeline.producer
         # A dead letter's row is committed with the settlement, so none precedes it.
         defers = self.pipeline.dead_letter_table is not None
@@ -299,7 +308,7 @@ class Process:
         written: Staged,
         stager: ChunkStager,
         receiving: Receiving,
-        archive: ArchiveWriter | NoArchive,
+        archive: ArchiveWriter | NoMessages,
     ) -> Manifest:
         if written.count != receiving.received:
             raise StagingError(

@@ -20,13 +20,10 @@ from airflow_broadway.core.formats.layout import read_json
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.runs.dead_letter_table import commit_rows_of, fix_decision
 from airflow_broadway.runs.sinks import deletes_rows, resolve, rule_out_deletion
 from airflow_broadway.runs.sources.pipelines import pipeline_of
 from airflow_broadway.staging.applied import claims_of, note_applied
-from airflow_broadway.staging.archive.publication import publish
 from airflow_broadway.staging.crash_records import record_crash
-from airflow_broadway.staging.isolation import in_hand_at_interruptions
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import OPENED, SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settling.journal import Progress, settled_journal
@@ -163,6 +160,9 @@ def _with_rows(
     """
     if pipeline.dead_letter_table is None or next(settlement.dead_letters(), None) is None:
         return settlement
+    # It loads pyarrow.
+    from airflow_broadway.runs.dead_letter_table import commit_rows_of, fix_decision
+
     begun = begin_settlement(run, record, settlement)
     if not begun and settled_journal(run, record.generation) is not None:
         return settlement
@@ -263,25 +263,18 @@ def settle_if_complete(
     """
     if record.state == SETTLING:
         return settle(run, record, pipeline, custodian, connections=connections, recorded=recorded)
-    recorded = recorded or Recorded(run)
-    plans = recorded.deciding(pipeline.batchers, record.generation)
+    recorded, names = recorded or Recorded(run), pipeline.batchers
+    plans = recorded.deciding(names, record.generation)
     served = pipeline_of(pipeline, record)
     settlement, complete, progress = build_settlement(
         run, record.generation, served, plans, final=False, recorded=recorded
     )
     if not complete:
         return None
-    sinks = _batchers_with_sink(pipeline, pipeline.batchers, recorded)
+    sinks = _batchers_with_sink(pipeline, names, recorded)
     index = _indexer(run, record, served, plans, sinks, recorded)
     settlement = _with_rows(
-        run,
-        record,
-        served,
-        settlement,
-        pipeline.batchers,
-        None,
-        connections=connections,
-        recorded=recorded,
+        run, record, served, settlement, names, None, connections=connections, recorded=recorded
     )
     return _carry_out(run, record, custodian, settlement, progress, index)
 
@@ -293,6 +286,8 @@ def _record_interruption(
 
     Called before the settlement, after which the messages may be redelivered.
     """
+    from airflow_broadway.staging.isolation import in_hand_at_interruptions  # loads pyarrow
+
     try:
         hand = in_hand_at_interruptions(recorded, record.generation, plans)
         if hand is not None:
@@ -324,6 +319,8 @@ def _carry_out(
             log.error("Nothing of generation %s is archived: %s", record.generation, error)
             return
         if manifest is not None and manifest.archived:
+            from airflow_broadway.staging.archive.publication import publish  # loads pyarrow
+
             publish(run, record, manifest, report)
 
     def between(report: SettleReport) -> None:

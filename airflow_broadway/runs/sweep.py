@@ -20,7 +20,6 @@ from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sources.pipelines import Custodians
 from airflow_broadway.runs.watch import RunWatcher
-from airflow_broadway.staging.archive.table import archive_folder, maintain
 from airflow_broadway.staging.retention import KEEP, remove_run, sweep_retention
 from airflow_broadway.staging.run_folder import (
     SETTLED,
@@ -206,6 +205,8 @@ def remove_old_runs(run: StagedRun, pipeline: Pipeline) -> None:
                 folder.remove_temporary("", before, below=True)
         archive = pipeline.archive
         if archive is not None:
+            from airflow_broadway.staging.archive.table import archive_folder, maintain
+
             maintain(archive_folder(run.store, run.pipeline), archive.keep, run.clock.now())
     except BroadwayError as error:
         # The role may be allowed to write but not to delete; this must not fail the run.

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.report import SettleReport
@@ -22,7 +22,7 @@ from airflow_broadway.core.errors import BroadwayError, RequestRefused, StagingE
 from airflow_broadway.core.formats.deaths import TRIES
 from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.manifest import Manifest
-from airflow_broadway.core.formats.plan import BatchPlan
+from airflow_broadway.core.formats.plan import BatchPlan, reference_without_plan
 from airflow_broadway.core.local.run import LocalRun, RunReport
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_source import RUN, RunSource
@@ -33,19 +33,15 @@ from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.runs.account import keep_report
 from airflow_broadway.runs.backlog.queues import WatchedQueues
 from airflow_broadway.runs.backlog.reports import report_backlog
-from airflow_broadway.runs.dead_letter_table import check_table
 from airflow_broadway.runs.metrics import Metric, Metrics
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.poison.child_process import ChildProcess
 from airflow_broadway.runs.poison.isolation import Isolation
 from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, Task, open_generation, producer_env
-from airflow_broadway.runs.process import Process
-from airflow_broadway.runs.python_batches import PythonBatches
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sinks import LocalCommits, time_sinks
 from airflow_broadway.runs.sources.dead_letters import move_letters
-from airflow_broadway.runs.sources.past_run import PastRun
 from airflow_broadway.runs.sources.pipelines import (
     Custodians,
     prepare_sink,
@@ -54,11 +50,15 @@ from airflow_broadway.runs.sources.pipelines import (
 )
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
 from airflow_broadway.runs.watch import RunWatcher
-from airflow_broadway.staging.planner import plan_batches, planned_with_others
 from airflow_broadway.staging.rate_state import StagedRateState
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.settling.journal import Progress, record_settled
 from airflow_broadway.staging.store import host_name
+
+if TYPE_CHECKING:
+    from airflow_broadway.runs.process import Process
+    from airflow_broadway.runs.python_batches import PythonBatches
+    from airflow_broadway.runs.sources.past_run import PastRun
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +120,12 @@ class ProcessTask(PullTask):
         super().__post_init__()
         self._process: Process | PastRun
         if self.source.kind == RUN:
+            from airflow_broadway.runs.sources.past_run import PastRun  # loads pyarrow
+
             self._process = PastRun(self.staged, self.served, self.env, self.ports)
         else:
+            from airflow_broadway.runs.process import Process
+
             self._process = Process(
                 self.staged,
                 self.served,
@@ -137,7 +141,10 @@ class ProcessTask(PullTask):
 
         :raises BroadwayError: If the broker or staging fails; all received messages were released.
         """
-        check_table(self.staged, self.pipeline, self.ports.connections)
+        if self.pipeline.dead_letter_table is not None:
+            from airflow_broadway.runs.dead_letter_table import check_table  # loads pyarrow
+
+            check_table(self.staged, self.pipeline, self.ports.connections)
         sweep(self.staged, self.pipeline, self.task, self.ports, self.source)
         remove_old_runs(self.staged, self.pipeline)
         move_letters(self.served, self.env)
@@ -314,11 +321,6 @@ class UnstagedTask(PullTask):
         )
 
 
-def reference_without_plan(batcher: str) -> dict[str, Any]:
-    """Returns the reference of a batcher's task without messages."""
-    return {"plan": None, "batcher": batcher, "messages": 0, "batches": 0}
-
-
 @dataclass
 class BatchTask:
     """Groups the messages staged for one batcher into batches, and runs those of Python."""
@@ -347,6 +349,8 @@ class BatchTask:
         :raises StagingError: If a process task staged under another root, staged messages cannot be
             read, or the plan cannot be written.
         """
+        from airflow_broadway.staging.planner import plan_batches, planned_with_others
+
         references = list(processed)
         self.staged.store.check_roots(references)
         generations = [row["generation"] for row in references if row["batchers"].get(self.batcher)]
@@ -456,6 +460,8 @@ class BatchTask:
         )
 
     def _python_batches(self, plan: BatchPlan, **child: Any) -> PythonBatches:
+        from airflow_broadway.runs.python_batches import PythonBatches  # loads pyarrow
+
         return PythonBatches(
             self.staged,
             self._served,

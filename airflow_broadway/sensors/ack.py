@@ -50,7 +50,8 @@ MAX_DEFERRED_INTERVAL: Final = 300.0
 #: watched task has been running for ``QUIET_TIMEOUT``.
 STAY_TIMEOUT: Final = 60.0
 QUIET_TIMEOUT: Final = 5.0
-#: Seconds between two checks of task states meanwhile.
+#: Seconds between two checks of task states meanwhile: at least, after a change, and at most.
+MIN_STAY_INTERVAL: Final = 0.3
 STAY_INTERVAL: Final = 1.0
 
 #: The minimum seconds until a rescheduled check, unless ``poke_interval`` is shorter.  The
@@ -188,18 +189,23 @@ class BroadwayAckSensor(LineageMixin, BaseSensorOperator):
     def _stay(self, context: Context) -> bool:
         """Waits at this worker while the run is young and its tasks are running.
 
-        A short run then ends within a second of its last task, and no process is started for each
-        check.  If the sensor were rescheduled as often, Airflow would occasionally treat it as
-        killed: it distinguishes two checks of one try only after the end of the first.
+        A short run then ends within a second of its last task, a run of short tasks sooner, and no
+        process is started for each check.  If the sensor were rescheduled as often, Airflow would
+        occasionally treat it as killed: it distinguishes two checks of one try only after the end
+        of the first.
 
         :returns: Whether to check again here; else the sensor is rescheduled.
         """
         if _runs_inline() or self._elapsed(context) >= STAY_TIMEOUT or _over(self._states(context)):
             return False
-        started = busy = time.monotonic()
+        started = busy = changed = time.monotonic()
+        last: dict[str, str | None] = {}
         while time.monotonic() - started < self.poke_interval:
-            time.sleep(STAY_INTERVAL)
+            quiet = time.monotonic() - changed
+            time.sleep(min(STAY_INTERVAL, max(MIN_STAY_INTERVAL, quiet / 3)))
             states = self._states(context)
+            if states != last:
+                last, changed = states, time.monotonic()
             if _over(states):
                 return True
             if "running" in states.values():

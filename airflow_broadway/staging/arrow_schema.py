@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute
 
 from airflow_broadway.core.errors import SchemaError
 from airflow_broadway.core.schema.ddl import Schema
@@ -22,9 +21,6 @@ from airflow_broadway.core.schema.types import Array, Atomic, DataType, Decimal,
 #: Parquet metadata with which Spark 3.5 reads dates before 1582 unchanged: without a version it
 #: fails unless ``spark.sql.parquet.datetimeRebaseModeInRead`` is set.
 SPARK_FILE_METADATA = {b"org.apache.spark.version": b"3.5.0"}
-
-#: Arrow's functions; most are generated at import and unknown to type checkers.
-compute: Any = pyarrow.compute
 
 _ATOMIC: dict[Atomic, pa.DataType] = {
     Atomic.BOOLEAN: pa.bool_(),

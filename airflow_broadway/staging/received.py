@@ -18,8 +18,8 @@ from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.schema.encoding import dump
+from airflow_broadway.staging.arrow_compute import compute as pc
 from airflow_broadway.staging.arrow_schema import array_of
-from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.batch_reader import open_staged
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder
@@ -39,15 +39,11 @@ _COLUMNS: Final = pa.schema(_FIELDS, metadata={b"airflow-broadway.version": str(
 
 
 class ReceivedWriter:
-    """Writes messages before any user code handles them, from one thread; buffers one row group.
+    """Writes messages before any user code handles them, from one thread; buffers one row group."""
 
-    :param wanted: Whether to write them; otherwise they are discarded.
-    """
-
-    def __init__(self, folder: Folder, stem: str, producer: Producer, *, wanted: bool) -> None:
+    def __init__(self, folder: Folder, stem: str, producer: Producer) -> None:
         self._files = TableFiles(folder, stem, _COLUMNS)
         self._producer = producer
-        self._wanted = wanted
         self._messages: list[Message] = []
         self._bytes = 0
 
@@ -63,11 +59,10 @@ class ReceivedWriter:
 
         :raises StagingError: If they cannot be written.
         """
-        if self._wanted:
-            self._messages += messages
-            self._bytes += sum(message.size for message in messages)
-            if len(self._messages) >= _GROUP_ROWS or self._bytes >= _GROUP_BYTES:
-                self._write()
+        self._messages += messages
+        self._bytes += sum(message.size for message in messages)
+        if len(self._messages) >= _GROUP_ROWS or self._bytes >= _GROUP_BYTES:
+            self._write()
 
     def close(self) -> list[str]:
         """Finishes the files durably, and returns their paths; idempotent.

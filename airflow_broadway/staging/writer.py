@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Self
-
-import pyarrow as pa
 
 from airflow_broadway.core.custody.protocol import Delivery, Entry
 from airflow_broadway.core.formats.entries import dump_entry
@@ -21,11 +20,9 @@ from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.core.stages.staged_row import StagedRow
-from airflow_broadway.staging.arrow_schema import columns_from_rows, table_of_columns
 from airflow_broadway.staging.errors import translated
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder, Sink
-from airflow_broadway.staging.tables import TableFiles, maps, message_schema, timestamps
 
 #: Maximum messages of a row group, and approximate maximum bytes.
 GROUP_ROWS = 16_384
@@ -46,10 +43,9 @@ class ProcessWriter:
 
     def __init__(self, run: StagedRun, generation: str, pipeline: Pipeline) -> None:
         self._publishes = pipeline.producer.publishes
-        self._batchers = {
-            name: _MessageFiles(run.files, f"{generation}/messages/{name}", pipeline, name)
-            for name in pipeline.batchers
-        }
+        self._batchers: dict[str, _MessageFiles] = {}
+        self._open = partial(_MessageFiles, run.files, f"{generation}/messages", pipeline)
+        self._names = list(pipeline.batchers)
         self._entries = _EntriesFile(run.files, f"{generation}/failed-00000.jsonl")
         self._chunk = 0
         self._written: Staged | None = None
@@ -69,6 +65,8 @@ class ProcessWriter:
         :param messages: Messages converted by :class:`.RowConverter`.
         :raises StagingError: If the files cannot be written.
         """
+        if messages and not self._batchers:
+            self._batchers = {name: self._open(name) for name in self._names}
         for message in messages:
             self._batchers[message.batcher].add(message, self._chunk)
         self._chunk += 1
@@ -132,17 +130,37 @@ class ProcessWriter:
         self._entries.abort()
 
 
+class NoMessages:
+    """Discards messages: of a pipeline without an archive, or without a dead-letter table."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def add(self, messages: Sequence[Message]) -> None:
+        """Discards the messages."""
+
+    def close(self) -> list[Any]:
+        """Returns no files."""
+        return []
+
+
 class _MessageFiles:
     """The message files of one batcher; memory holds the next row group, as columns."""
 
-    def __init__(self, folder: Folder, path: str, pipeline: Pipeline, batcher: str) -> None:
+    def __init__(self, folder: Folder, stem: str, pipeline: Pipeline, batcher: str) -> None:
+        # They load pyarrow.
+        from airflow_broadway.staging.tables import TableFiles, message_schema
+
         options, producer = pipeline.batchers[batcher], pipeline.producer
         self.rows = 0
         #: Whether a callback configured the settlement of any message.
         self.configured = False
         self.dropped: Counter[str] = Counter()
         self._columns = message_schema(options, producer)
-        self._files = TableFiles(folder, f"{path}/part", self._columns)
+        self._files = TableFiles(folder, f"{stem}/{batcher}/part", self._columns)
         self._schema = None if options.schema is None else parse_schema(options.schema)
         self._producer = producer
         self._keep_plain: bool = producer.may_publish(_PLAIN)
@@ -218,7 +236,10 @@ class _MessageFiles:
         for name, values in columns.items():
             self._values.setdefault(name, []).extend(values)
 
-    def _table(self) -> pa.Table:
+    def _table(self) -> Any:
+        from airflow_broadway.staging.arrow_schema import table_of_columns
+        from airflow_broadway.staging.tables import maps, timestamps
+
         values = self._values
         columns: dict[str, Any] = {
             **values,
@@ -234,6 +255,8 @@ class _MessageFiles:
         If both are null the data is ``None``, for example of a Kafka tombstone.
         """
         if self._schema is not None:
+            from airflow_broadway.staging.arrow_schema import columns_from_rows
+
             return {"data": columns_from_rows(data, self._schema)}
         return {
             "data_bytes": [value if type(value) is bytes else None for value in data],

@@ -3,7 +3,8 @@
 A real scheduler and triggerer of Airflow.  Row and queue are looked at from outside, every 20 ms.
 ``warm.<shape>.<queue>.<table>`` are seconds since the message was sent, ``…to.<mark>`` the parts
 between one mark and the next: ``seen`` by the trigger, ``event`` stored, run ``queued`` and
-``running``, each task ``….queued`` and ``….started``, ``handled`` by the callback, ``row``, ``acked``.
+``running``, each task ``….queued`` and ``….started``, ``handled`` by the callback, ``row`` visible,
+``acked``.
 The first runs of a DAG are discarded: they find no queue, and no trigger yet.
 """
 
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +48,7 @@ TASKS = {"run": ("run",), "staged": ("broadway.process", "broadway.batch.default
 _DAGS = Path(__file__).parent / "warm_dags"
 
 
-def bench_warm(
-    cases: Sequence[tuple[str, str, str]] = CASES, tries: int = 5
-) -> Figures:
+def bench_warm(cases: Sequence[tuple[str, str, str]] = CASES, tries: int = 5) -> Figures:
     """The figures of single messages."""
     figures: Figures = []
     with _world() as world:
@@ -62,7 +62,7 @@ def bench_warm(
                 seconds = [mark[end] - mark["sent"] for mark in marks]
                 figures.append(median(f"{name}.{end}", seconds, "s", digits=2))
             names = sorted(marks[0], key=lambda key: statistics.median(m[key] for m in marks))
-            for before, after in zip(names, names[1:], strict=False):
+            for before, after in pairwise(names):
                 parts = [mark[after] - mark[before] for mark in marks]
                 figures.append(median(f"{name}.to.{after}", parts, "s", digits=2))
     return figures
@@ -78,7 +78,9 @@ def bench_live(seconds: float = 60.0) -> Figures:
                 waited = sorted(dag.load(round(seconds * RATE)))
             for share in (50, 99):
                 value = waited[min(len(waited) * share // 100, len(waited) - 1)]
-                figures.append(median(f"warm.live.{'.'.join(case)}.p{share}", [value], "s", digits=2))
+                figures.append(
+                    median(f"warm.live.{'.'.join(case)}.p{share}", [value], "s", digits=2)
+                )
     return figures
 
 
@@ -98,7 +100,9 @@ class Rows:
 
         files = [path for path in self._files() if path not in self._known]
         self._known.update(files)
-        return [row for path in files for row in pq.ParquetFile(self._folder / path).read().to_pylist()]
+        return [
+            row for path in files for row in pq.ParquetFile(self._folder / path).read().to_pylist()
+        ]
 
     def _files(self) -> list[str]:
         commits = sorted((self._folder / "_delta_log").glob("*.json"))
@@ -152,7 +156,9 @@ class Case:
             "queued": run["queued_at"],
             "running": run["start_date"],
         }
-        instances = {item["task_id"]: item for item in self._airflow.task_instances(self._dag_id, run_id)}
+        instances = {
+            item["task_id"]: item for item in self._airflow.task_instances(self._dag_id, run_id)
+        }
         for task in self._tasks:
             name = task.rpartition(".")[2]
             times[f"{name}.queued"] = instances[task]["queued_when"]
@@ -199,8 +205,9 @@ class World:
             import deltalake
             import pyarrow as pa
 
-            columns = {"message_id": pa.string(), "n": pa.int64(), "sent": pa.float64()}
-            schema = pa.schema({**columns, "handled": pa.float64()})
+            text, whole, number = pa.string(), pa.int64(), pa.float64()
+            kinds: Any = {"message_id": text, "n": whole, "sent": number, "handled": number}
+            schema = pa.schema(kinds)
             deltalake.DeltaTable.create(str(folder), schema=schema)
         with ExitStack() as stack:
             broker = stack.enter_context(getattr(self, f"_{queue}")(name))

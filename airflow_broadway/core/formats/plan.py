@@ -161,6 +161,11 @@ class BatchPlan(SealedFile):
             yield batch
 
 
+def reference_without_plan(batcher: str) -> dict[str, Any]:
+    """Returns the reference of a batcher's task without messages."""
+    return {"plan": None, "batcher": batcher, "messages": 0, "batches": 0}
+
+
 def plain_key(key: Any) -> Any:
     """Returns the batch key from its JSON, as the pipeline set it.
 

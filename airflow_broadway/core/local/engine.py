@@ -14,7 +14,6 @@ from typing import Any
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock
-from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.local.batching import Batch, LocalBatcher
 from airflow_broadway.core.model.acks import ack_messages
 from airflow_broadway.core.model.message import Message
@@ -31,7 +30,7 @@ from airflow_broadway.core.stages.suspect_lane import Suspects
 
 
 class Engine:
-    """Runs a pipeline.  Batches of Spark batchers succeed unhandled: see :func:`check_engines`.
+    """Runs a pipeline.  Batches of Spark batchers succeed unhandled: see :func:`.check_engines`.
 
     Batch processors run in threads if there are two or more of them in total.
 
@@ -211,18 +210,3 @@ class Engine:
             routed.setdefault(message.batcher, []).append(message)
         for name, messages in routed.items():
             self._batchers[name].add(messages)
-
-
-def check_engines(pipeline: Pipeline) -> None:
-    """Checks that every batcher runs in Python.
-
-    :raises PipelineError: Naming the others, and the way out.
-    """
-    spark = [name for name, options in pipeline.batchers.items() if options.engine != "python"]
-    if spark:
-        raise PipelineError(
-            f"batchers {spark} of {pipeline.name!r} run on Spark, which a run in one process does"
-            ' not have: set engine="python", or run the pipeline\'s task group'
-            " (BroadwayProcessorOperator, BroadwayBatcherOperator, BroadwaySparkSubmitOperator,"
-            " BroadwayAckSensor)"
-        )

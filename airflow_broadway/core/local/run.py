@@ -43,12 +43,12 @@ from airflow_broadway.core.errors import (
     LeaseLapsed,
     PipelineError,
 )
-from airflow_broadway.core.local.engine import Engine, check_engines
+from airflow_broadway.core.local.engine import Engine
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import ack_messages, is_settled
 from airflow_broadway.core.model.connections import Connection, Connections, NoConnections
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.pipeline import Pipeline
+from airflow_broadway.core.pipeline import Pipeline, check_engines
 from airflow_broadway.core.stages.batch_processor import CommitRows, drop_rows
 from airflow_broadway.core.stages.child_host import ChildHost
 from airflow_broadway.core.stages.processor import Ack

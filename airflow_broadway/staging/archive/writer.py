@@ -27,8 +27,8 @@ from airflow_broadway.staging.archive.table import (
     import_deltalake,
     stats_of,
 )
+from airflow_broadway.staging.arrow_compute import compute as pc
 from airflow_broadway.staging.arrow_schema import array_of, table_of_columns
-from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, timestamps
 
@@ -129,23 +129,6 @@ class ArchiveWriter:
             self._files[hour] = TableFiles(self._folder, f"{self._stem}/{hour}", COLUMNS)
         self._open.add(hour)
         self._files[hour].write([table])
-
-
-class NoArchive:
-    """The writer of a pipeline without an archive, which discards all messages."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def add(self, messages: Sequence[Message]) -> None:
-        """Discards the messages."""
-
-    def close(self) -> list[DataFile]:
-        """Returns no files."""
-        return []
 
 
 def data_files(files: Mapping[int, TableFiles]) -> list[DataFile]:

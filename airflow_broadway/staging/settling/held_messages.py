@@ -16,7 +16,6 @@ from airflow_broadway.core.formats.entries import EntryLine
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.text import many
-from airflow_broadway.staging.batch_reader import open_staged, rows_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.settling.journal import Progress
 
@@ -265,6 +264,8 @@ class HeldMessages:
 
         :raises StagingDamaged: If a file is missing, or their number differs from the manifest.
         """
+        from airflow_broadway.staging.batch_reader import open_staged  # loads pyarrow
+
         for batcher, files in self._manifest.files.items():
             count = 0
             for path in files:
@@ -303,6 +304,8 @@ class HeldMessages:
 
         :raises StagingDamaged: At the end, if their number differs from the plan.
         """
+        from airflow_broadway.staging.batch_reader import rows_of  # loads pyarrow
+
         plan, generation = decided.plan, self._manifest.generation
         columns = ["batch", "source", "position", *columns]
         count = 0

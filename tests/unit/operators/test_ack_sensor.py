@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,15 +112,19 @@ class Watched:
     ) -> None:
         self.clock = Clocked()
         self.sensor = sensor(**options)
-        by_second = dict(enumerate(states))
-        last = states[-1]
+        self._by_second = dict(enumerate(states))
+        self._last = states[-1]
         monkeypatch.setattr(ack, "time", self.clock)
-        monkeypatch.setattr(
-            self.sensor, "_states", lambda context: {"p": by_second.get(int(self.clock.now), last)}
-        )
+        monkeypatch.setattr(self.sensor, "_states", self._states)
+        #: The times of reading task states.
+        self.reads: list[float] = []
         monkeypatch.setattr(self.sensor, "_elapsed", lambda context: elapsed + self.clock.now)
         self.looks: list[float] = []
         monkeypatch.setattr(self.sensor, "_check_run", self._check_run)
+
+    def _states(self, context: Any) -> dict[str, str | None]:
+        self.reads.append(self.clock.now)
+        return {"p": self._by_second.get(int(self.clock.now), self._last)}
 
     def _check_run(self, context: Any) -> dict[str, Any] | None:
         self.looks.append(self.clock.now)
@@ -135,7 +140,20 @@ def test_short_run_ends_within_a_second_of_its_last_task(monkeypatch):
     result = watched.poke()
 
     assert result.is_done
-    assert watched.looks == [0.0, 3.0]
+    assert watched.looks == [0.0, pytest.approx(3.0, abs=1.0)]
+
+
+def test_states_are_read_more_often_after_a_change(monkeypatch):
+    watched = Watched(monkeypatch, *["queued"] * 4, *["running"] * 6, "success")
+
+    watched.poke()
+
+    gaps = [(at, after - at) for at, after in pairwise(watched.reads) if after > at]
+    least = pytest.approx(ack.MIN_STAY_INTERVAL)
+    first_after = next(gap for at, gap in gaps if at >= 4.0)
+    last_before = [gap for at, gap in gaps if at < 4.0][-1]
+    assert (gaps[0][1], first_after) == (least, least)
+    assert ack.MIN_STAY_INTERVAL < last_before <= ack.STAY_INTERVAL == gaps[-1][1]
 
 
 def test_waiting_sensor_renews_at_its_interval(monkeypatch):
@@ -147,7 +165,9 @@ def test_waiting_sensor_renews_at_its_interval(monkeypatch):
         watched.poke()
 
     # Then it has looked every 10 seconds, and goes when the run is no longer young
-    assert watched.looks == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+    gaps = [after - before for before, after in pairwise(watched.looks)]
+    assert len(gaps) == 6
+    assert all(10.0 <= gap < 11.0 for gap in gaps)
     # for as long as its interval
     assert timedelta(seconds=9) < raised.value.reschedule_date - before < timedelta(seconds=15)
 

@@ -123,12 +123,12 @@ def test_without_dead_letters_the_table_is_not_opened(
     "point",
     [
         Point("airflow_broadway.runs.settle.begin_settlement", "before"),
-        Point("airflow_broadway.runs.settle.fix_decision", "before"),
-        Point("airflow_broadway.runs.settle.fix_decision", "after"),
+        Point("airflow_broadway.runs.dead_letter_table.fix_decision", "before"),
+        Point("airflow_broadway.runs.dead_letter_table.fix_decision", "after"),
         Point("airflow_broadway.sinks.parquet:_Disk.create", "before"),
         Point("airflow_broadway.sinks.parquet:_Disk.create", "after"),
         Point("airflow_broadway.sinks.parquet:_Disk.publish", "after"),
-        Point("airflow_broadway.runs.settle.commit_rows_of", "after"),
+        Point("airflow_broadway.runs.dead_letter_table.commit_rows_of", "after"),
         Point(SETTLE, "before"),
         Point(SETTLE, "after"),
     ],
@@ -152,7 +152,7 @@ def test_a_row_stands_once_where_a_settlement_dies(run: Run, point: Point, retri
     ("owner", "name"),
     [
         (settle_module, "begin_settlement"),
-        (settle_module, "fix_decision"),
+        (dead_letter_table, "fix_decision"),
         (dead_letter_table._Table, "commit"),
         (_Disk, "create"),
         (_Disk, "publish"),
@@ -181,7 +181,7 @@ def test_a_repeated_settlement_knows_the_outcomes_of_the_first_alone(
     with monkeypatch.context() as patch:
         step: Callable[..., object] = lambda *_, **__: run.batch(pulled)  # noqa: E731
         precede(patch, step, settle_module, "begin_settlement", once=True)
-        dies(run.ack, Point("airflow_broadway.runs.settle.fix_decision", "after"))
+        dies(run.ack, Point("airflow_broadway.runs.dead_letter_table.fix_decision", "after"))
 
     # When the next run repeats it, and handles what comes again
     next_run = later(run)
@@ -343,7 +343,7 @@ def test_the_log_tells_of_a_resumed_settlement_only_if_it_is_one(
 ) -> None:
     run.batch(run.process())
     if dies_first:
-        dies(run.ack, Point("airflow_broadway.runs.settle.fix_decision", "before"))
+        dies(run.ack, Point("airflow_broadway.runs.dead_letter_table.fix_decision", "before"))
     caplog.set_level(logging.INFO)
 
     run.ack()
