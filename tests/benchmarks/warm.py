@@ -6,6 +6,9 @@ between one mark and the next: ``seen`` by the trigger, ``event`` stored, run ``
 ``running``, each task ``….queued`` and ``….started``, ``handled`` by the callback, ``row`` visible,
 ``acked``.
 The first runs of a DAG are discarded: they find no queue, and no trigger yet.
+
+``….<task>.modules`` and ``….<task>.cpu`` are of a task's process at its end, less those of a task
+that does nothing; ``….requests`` are those of a run to Airflow's execution API.
 """
 
 from __future__ import annotations
@@ -52,12 +55,16 @@ def bench_warm(cases: Sequence[tuple[str, str, str]] = CASES, tries: int = 5) ->
     """The figures of single messages."""
     figures: Figures = []
     with _world() as world:
+        world.run_bare()
         for case in cases:
             with world.case(*case) as dag:
                 for number in range(COLD):
                     dag.one(number)
+                dag.requests.clear()
                 marks = [dag.one(COLD + number) for number in range(tries)]
             name = "warm." + ".".join(case)
+            requests = median(f"{name}.requests", dag.requests, "requests")
+            figures += [requests, *world.processes("_".join(case), name)]
             for end in ("row", "acked"):
                 seconds = [mark[end] - mark["sent"] for mark in marks]
                 figures.append(median(f"{name}.{end}", seconds, "s", digits=2))
@@ -130,9 +137,13 @@ class Case:
     ) -> None:
         self._airflow, self._dag_id, self._tasks = airflow, dag_id, tasks
         self._rows, self._send, self._depth = rows, send, depth
+        #: Requests of each run to the execution API.
+        self.requests: list[int] = []
 
     def one(self, number: int) -> dict[str, float]:
         """Sends one message; returns its times, once its run has ended."""
+        log = self._airflow.log_dir / "api-server.log"
+        begin = log.stat().st_size
         marks = {"sent": time.time()}
         self._send([_body(number)])
         [row] = _until(self._rows.new)
@@ -140,7 +151,10 @@ class Case:
         assert row["n"] == number, row
         _until(lambda: not self._depth())
         marks["acked"] = time.time()
-        return {**marks, "handled": row["handled"], **self._times_in_airflow()}
+        times = self._times_in_airflow()
+        time.sleep(1.0)  # the last requests follow the state
+        self.requests.append(log.read_bytes()[begin:].count(b" path=/execution/"))
+        return {**marks, "handled": row["handled"], **times}
 
     def _times_in_airflow(self) -> dict[str, float]:
         runs = f"/dags/{self._dag_id}/dagRuns"
@@ -196,6 +210,31 @@ class World:
     def __init__(self, airflow: LocalAirflow, server: RabbitServer, folder: Path) -> None:
         self._airflow, self._server, self._folder = airflow, server, folder
 
+    def processes(self, dag_id: str, name: str) -> Figures:
+        """The medians of the processes of a DAG's tasks, less those of a bare one."""
+        costs: dict[str, list[tuple[int, float]]] = {}
+        for line in (self._folder / "tables" / "processes").read_text().splitlines():
+            dag, task, modules, cpu = json.loads(line)
+            if dag in (dag_id, "bare"):
+                costs.setdefault(task.partition(".")[2] or task, []).append((modules, cpu))
+        bare = [statistics.median(values) for values in zip(*costs.pop("nothing"), strict=True)]
+        figures: Figures = []
+        for task, values in costs.items():
+            modules, cpu = zip(*values[COLD:], strict=True)
+            own = [count - bare[0] for count in modules]
+            figures.append(median(f"{name}.{task}.modules", own, "modules"))
+            seconds = [value - bare[1] for value in cpu]
+            figures.append(median(f"{name}.{task}.cpu", seconds, "s", digits=2))
+        return figures
+
+    def run_bare(self, times: int = 3) -> None:
+        """Runs the DAG that does nothing."""
+        self._airflow.wait_for_dag("bare")
+        self._airflow.pause("bare", False)
+        for _ in range(times):
+            state = self._airflow.wait_for_run("bare", self._airflow.trigger("bare"))
+            assert state == "success", state
+
     @contextmanager
     def case(self, shape: str, queue: str, table: str) -> Iterator[Case]:
         """Unpauses a DAG while it is measured."""
@@ -248,6 +287,7 @@ def _world() -> Iterator[World]:
             dags=_DAGS,
             settings={"core.dags_are_paused_at_creation": "True"},
         )
+        (folder / "tables").mkdir()
         env["WARM_TABLES"] = str(folder / "tables")
         sqlite = {"conn_type": "broadway_sqlite", "host": str(folder / "queue.db")}
         env["AIRFLOW_CONN_WARM_SQLITE"] = json.dumps(sqlite)

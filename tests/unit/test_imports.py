@@ -96,6 +96,23 @@ def test_parsing_a_dag_loads_no_module_of_tasks():
     check_imports([path.stem for path in dags.glob("*.py")], barred, PYTHONPATH=str(dags))
 
 
+def test_tasks_load_arrow_only_with_messages():
+    # It takes longer to load than all of this package.
+    names = ("process", "settle", "sweep", "tasks", "watch")
+    modules = [f"airflow_broadway.runs.{name}" for name in names]
+    check_imports(modules, ["numpy", "pandas", "pyarrow"])
+
+
+def test_local_staging_loads_no_file_systems_of_providers(tmp_path):
+    opening = tmp_path / "opening.py"
+    opening.write_text(
+        "from airflow_broadway.adapters.staging import open_store\n"
+        f"assert open_store({tmp_path.as_uri()!r}).local\n"
+    )
+    barred = [*CLIENTS, "airflow.providers.amazon.aws"]
+    check_imports(["opening"], barred, PYTHONPATH=str(tmp_path), AIRFLOW_HOME=str(tmp_path))
+
+
 def test_imports_have_no_cycle():
     # Lazy imports, and those for types alone, count too.
     graph = grimp.build_graph("airflow_broadway")
