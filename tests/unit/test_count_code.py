@@ -7,17 +7,17 @@ from scripts.count_code import count_code, rooms_of_project
 #: Room → the code lines that it has reached, rounded up.  A change may lower a figure, and raises
 #: one only with a reason in its message.
 REACHED = {
-    "adapters/": 912,
+    "adapters/": 914,
     "cli/": 1_511,
     "core/": 8_622,
     "hooks/": 80,
     "operators/": 777,
     "plugin/": 1_900,
-    "runs/": 5_683,
-    "sensors/": 362,
+    "runs/": 5_685,
+    "sensors/": 367,
     "sinks/": 1_131,
     "spark/": 1_705,
-    "staging/": 4_347,
+    "staging/": 4_351,
     "submit/": 500,
     "testing/": 3_776,
     "triggers/": 209,
@@ -31,7 +31,7 @@ REACHED = {
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
     "package": 44_954,
-    "tests and scripts": 71_268,
+    "tests and scripts": 71_588,
 }
 
 MODULE = '''"""A module.
