@@ -38,6 +38,15 @@ _ATOMIC: dict[Atomic, pa.DataType] = {
 }
 
 
+def __getattr__(name: str) -> Any:
+    # Arrow's functions; most are generated at import, which takes a while.
+    if name == "compute":
+        import pyarrow.compute
+
+        return pyarrow.compute
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def arrow_type(kind: DataType) -> pa.DataType:
     """Returns the Arrow type that Spark reads as ``kind``."""
     if isinstance(kind, Struct):

@@ -23,7 +23,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.encoding import load_key
 from airflow_broadway.core.stages.batcher import BatcherStage, BatchHash, ItemBatch, KeyMerger
 from airflow_broadway.core.stages.callbacks import log_failure, status_of
-from airflow_broadway.staging.arrow_compute import compute as pc
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.batch_reader import messages_of
 from airflow_broadway.staging.merge_generations import AT, SOURCE
 

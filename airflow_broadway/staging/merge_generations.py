@@ -12,8 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from airflow_broadway.staging.arrow_compute import compute as pc
 from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import ParquetFile
 

@@ -18,8 +18,8 @@ import pyarrow as pa
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.schema.encoding import BASE64, encode_json
-from airflow_broadway.staging.arrow_compute import compute as pc
 from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, data_schema
 

@@ -28,8 +28,8 @@ from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import demand_of
 from airflow_broadway.core.text import many
-from airflow_broadway.staging.arrow_compute import compute as pc
 from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.batching import Batching
 from airflow_broadway.staging.merge_generations import SOURCE, merged, only_bytes
 from airflow_broadway.staging.plan_choice import Recorded, planned_in

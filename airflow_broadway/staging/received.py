@@ -18,8 +18,8 @@ from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.schema.encoding import dump
-from airflow_broadway.staging.arrow_compute import compute as pc
 from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.batch_reader import open_staged
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Folder

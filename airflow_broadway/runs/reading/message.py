@@ -19,7 +19,7 @@ from airflow_broadway.core.text import many
 from airflow_broadway.runs.heartbeat import name_of
 from airflow_broadway.runs.reading.payload import Payload, payload_of
 from airflow_broadway.runs.reading.runs import iter_runs
-from airflow_broadway.staging.arrow_compute import compute as pc
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.settling.journal import settled_journal

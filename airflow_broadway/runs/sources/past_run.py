@@ -29,8 +29,8 @@ from airflow_broadway.runs.reading.batches import StagedBatch, staged_batches
 from airflow_broadway.runs.reading.runs import find_run
 from airflow_broadway.runs.sinks import claim_interval
 from airflow_broadway.runs.sources.archived import LEASE_SECONDS, NEVER_LAPSES
-from airflow_broadway.staging.arrow_compute import compute as pc
 from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import folder_of, new_name
 from airflow_broadway.staging.run_folder import OPENED, StagedRun

@@ -16,8 +16,8 @@ from airflow_broadway.core.formats.layout import VERSION, read_json
 from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.staging.archive.reader import look, tables
 from airflow_broadway.staging.archive.table import FAILED
-from airflow_broadway.staging.arrow_compute import compute as pc
 from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 
 _NOT_REQUEUED: Final = (

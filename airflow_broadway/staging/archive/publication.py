@@ -29,7 +29,7 @@ from airflow_broadway.staging.archive.table import (
     sync_log,
 )
 from airflow_broadway.staging.archive.writer import data_files, id_column
-from airflow_broadway.staging.arrow_compute import compute as pc
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import ParquetFile, TableFiles

@@ -27,8 +27,8 @@ from airflow_broadway.staging.archive.table import (
     removed_intervals,
     start_of,
 )
-from airflow_broadway.staging.arrow_compute import compute as pc
 from airflow_broadway.staging.arrow_schema import array_of
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TIMESTAMP, ParquetFile
 

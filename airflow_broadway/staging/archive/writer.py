@@ -27,8 +27,8 @@ from airflow_broadway.staging.archive.table import (
     import_deltalake,
     stats_of,
 )
-from airflow_broadway.staging.arrow_compute import compute as pc
 from airflow_broadway.staging.arrow_schema import array_of, table_of_columns
+from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.store import Folder
 from airflow_broadway.staging.tables import TableFiles, timestamps
 
