@@ -1,10 +1,13 @@
 """``make up``: a local Airflow with its UI on loopback, until Ctrl-C.
 
-The port is 8080, or the next free one; ``PORT=9000 make up`` asks for another.
+The port is 8080, or the next free one; ``PORT=9000 make up`` asks for another.  With
+``ARGS="--connect"`` the Spark tasks use a Spark Connect server, which is running already.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
 import sys
@@ -20,6 +23,7 @@ from scripts.local_airflow import (
     free_port,
     kill_by_token,
 )
+from scripts.spark_connect import ConnectServer
 
 #: Seconds until every component must have reported itself healthy.
 PATIENCE = 120.0
@@ -54,6 +58,9 @@ class _Interrupts:
 
 def main() -> int:
     """Runs Airflow until interrupted; 0 if that is how it ended."""
+    parser = argparse.ArgumentParser(prog="make up", description=__doc__)
+    parser.add_argument("--connect", action="store_true", help="with a Spark Connect server")
+    connect = parser.parse_args().connect
     dags = ROOT / "dags"
     dags.mkdir(exist_ok=True)
     end_leftovers(home_of(ROOT))
@@ -63,13 +70,20 @@ def main() -> int:
     except ValueError:
         print(f"PORT={os.environ['PORT']} is not a number.", file=sys.stderr)
         return 2
-    airflow = LocalAirflow(airflow_env(port=port), home_of(ROOT) / "logs" / "components")
+    env = airflow_env(port=port)
+    server = ConnectServer(home_of(ROOT) / "connect") if connect else None
+    if server is not None:
+        spark = {"conn_type": "spark_connect", "host": "127.0.0.1", "port": server.port}
+        env["AIRFLOW_CONN_SPARK_DEFAULT"] = json.dumps(spark)
+    airflow = LocalAirflow(env, home_of(ROOT) / "logs" / "components")
     interrupts = _Interrupts(airflow)
     code = 0
     try:
         interrupts.listen()
         begun = time.monotonic()
         print("Starting Airflow; this takes about half a minute.", flush=True)
+        if server is not None:
+            server.start()
         airflow.start()
         airflow.wait_healthy(PATIENCE)
         print(_welcome(airflow, time.monotonic() - begun), flush=True)
@@ -78,11 +92,13 @@ def main() -> int:
             airflow.check_alive()
     except _Interrupted:
         print("\nStopping Airflow.  Ctrl-C again kills it.", flush=True)
-    except LocalAirflowError as error:
+    except (LocalAirflowError, RuntimeError) as error:
         print(error, file=sys.stderr)
         code = 1
     finally:
         airflow.stop()
+        if server is not None:
+            server.kill()
     if code == 0:
         print("Stopped.  Runs and logs are kept: `make up` shows them again.", flush=True)
     return code

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 import tempfile
 import uuid
 from collections import deque
@@ -12,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from airflow.providers.apache.spark.hooks.spark_connect import SparkConnectHook
 from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
 from airflow.providers.common.compat.sdk import (
@@ -53,6 +56,15 @@ if TYPE_CHECKING:
 
 __all__ = ["BroadwaySparkSubmitOperator"]
 
+#: The type of connections to Spark Connect servers.
+CONNECT = SparkConnectHook.conn_type
+#: Arguments that only spark-submit has.
+_SUBMIT_ONLY = inspect.signature(SparkSubmitOperator.__init__).parameters.keys() - {
+    *("self", "kwargs", "application", "application_args", "java_class", "conn_id", "name"),
+    *("conf", "py_files", "files", "archives", "env_vars"),
+    *("openlineage_inject_parent_job_info", "openlineage_inject_transport_info"),
+}
+
 
 class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
     """Runs ``handle_batch`` of a pipeline on all batches without an outcome.
@@ -70,6 +82,11 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
     :param staging_client: How the driver and executors read a staging root that is no ``file://``:
         ``"hadoop"`` by Spark's Hadoop file systems, ``"arrow"`` by fsspec and Arrow, ``"auto"`` by
         Hadoop where it has a file system for the root's scheme, else by Arrow.
+    :param remote: The URL of a Spark Connect server, ``sc://host:port``, which runs the batches
+        instead of a driver with a JVM; or ``conn_id`` names a connection of the type
+        ``spark_connect``.  ``conf`` then has settings of a session, and only ``py_files``,
+        ``files``, ``archives`` and ``env_vars`` of the arguments of :class:`SparkSubmitOperator`
+        are supported. (templated)
     :param max_applications: Applications that it may start in one run, once one of them has died;
         the count is reset when the task is cleared: see ``docs/poison.md``.
     :param kwargs: Arguments of :class:`SparkSubmitOperator` except ``application``,
@@ -82,6 +99,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         "pipeline",
         "batches",
         "staging",
+        "remote",
         *SparkSubmitOperator.template_fields,
     )
     template_fields_renderers = {"pipeline": "json"}  # noqa: RUF012 - as in BaseOperator
@@ -96,6 +114,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         staging: str | None = None,
         check_pipeline: bool = True,
         staging_client: str = AUTO,
+        remote: str | None = None,
         max_applications: int = MOST_PROCESSES,
         **kwargs: Any,
     ) -> None:
@@ -104,6 +123,11 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         if staging_client not in CLIENTS:
             raise OptionsError("staging_client", f"one of {', '.join(CLIENTS)}", staging_client)
         check_submission(kwargs)
+        if remote is not None and "conn_id" in kwargs:
+            raise OptionsError("remote", "no value beside conn_id", remote)
+        self._submit_only = sorted(_SUBMIT_ONLY & kwargs.keys())
+        if remote is not None and "{{" not in remote:
+            self._check_connect(remote)
         for name in ("application", "application_args", "java_class"):
             if kwargs.get(name):
                 raise OptionsError(
@@ -122,6 +146,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         self.staging = staging
         self.check_pipeline = check_pipeline
         self.staging_client = staging_client
+        self.remote = remote
         self.max_applications = max_applications
 
     def execute(  # type: ignore[override] # the parent returns nothing
@@ -355,7 +380,10 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
 
     def _get_hook(self) -> SparkSubmitHook:
         # The parent calls this when it has completed ``conf``.
-        hook = super()._get_hook()
+        from airflow_broadway.submit.hook import ConnectHook
+
+        url = self._chosen.master
+        hook = ConnectHook(url) if url.startswith("sc:") else super()._get_hook()
         return hook if self._make_hook is None else self._make_hook(hook)
 
     def _choose_options(self, context: Context) -> Chosen:
@@ -369,10 +397,11 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         :raises SparkMissing: If Kubernetes' client is not installed.
         """
         from airflow_broadway.submit.environment import SparkMissing, check_master
-        from airflow_broadway.submit.submission import Chosen
 
+        url = self.remote
         try:
-            AirflowConnections().get(self._conn_id)
+            if url is None and AirflowConnections().get(self._conn_id).conn_type == CONNECT:
+                url = SparkConnectHook(self._conn_id).get_connection_url()
         except ConnectionMissing:
             example = json.dumps(
                 {"conn_type": "spark", "host": "local[2]", "extra": {"deploy-mode": "client"}}
@@ -381,6 +410,9 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
                 f"the Spark connection {self._conn_id!r} is not defined; add it under Admin →"
                 f" Connections, or set AIRFLOW_CONN_{self._conn_id.upper()}={example!r}"
             ) from None
+        if url is not None:
+            self._check_connect(url)
+            return self._chosen_for(url, "client", sys.executable)
         try:
             hook = super()._get_hook()
         except (RuntimeError, NameError) as error:  # without Kubernetes' client, by its version
@@ -402,10 +434,15 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
                 option,
             )
         self._resumes = tracked and durable and bool(context.get("task_state_store"))
+        return self._chosen_for(master, deploy_mode, str(options["spark_binary"]))
+
+    def _chosen_for(self, master: str, deploy_mode: str, binary: str) -> Chosen:
+        from airflow_broadway.submit.submission import Chosen
+
         return Chosen(
             master=master,
             deploy_mode=deploy_mode,
-            binary=str(options["spark_binary"]),
+            binary=binary,
             conf=self.conf or {},
             env_vars=self.env_vars or {},
             properties_file=self.properties_file,
@@ -420,6 +457,20 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
                 if text
             },
         )
+
+    def _check_connect(self, url: str) -> None:
+        """Checks the arguments for a Spark Connect server.
+
+        :raises OptionsError: If the URL has another scheme, or an argument is spark-submit's only.
+        """
+        if not url.startswith("sc://"):
+            raise OptionsError("remote", "the URL of a Spark Connect server, sc://host:port", url)
+        if self._submit_only:
+            raise OptionsError(
+                self._submit_only[0],
+                "no value with Spark Connect: set it where the server is started",
+                "a value",
+            )
 
     @staticmethod
     def _client_options(store: Store) -> dict[str, Any]:

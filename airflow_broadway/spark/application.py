@@ -39,11 +39,9 @@ from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.text import many
 from airflow_broadway.spark.batch import Application, BatchRunner, SparkLost, Unreadable
-from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, cancel_jobs, make_thread
+from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, Sessions
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from airflow_broadway.spark.arrow import ArrowFiles
 
 log = logging.getLogger("airflow_broadway.spark")
@@ -57,7 +55,7 @@ LOGGED_BATCHES, LOG_INTERVAL = 20, 5.0
 
 
 def run_work(
-    spark: SparkSession,
+    sessions: Sessions,
     uri: str,
     files: Files,
     work: Work,
@@ -66,7 +64,7 @@ def run_work(
     stop: threading.Event | None = None,
     watch_interval: float = WATCH_INTERVAL,
 ) -> int:
-    """Runs the batches of a work file in an existing session; returns the exit code.
+    """Runs the batches of a work file; returns the exit code.
 
     :param uri: The run's folder, as a URI for Spark.
     :param files: Access to small files of the same folder.
@@ -91,7 +89,7 @@ def run_work(
         clock = _clock(pipeline, uri, files, work)
         stop = stop or threading.Event()
         application = Application(
-            spark=spark,
+            sessions=sessions,
             uri=uri,
             files=files,
             work=work,
@@ -102,6 +100,15 @@ def run_work(
             stopping=stop.is_set,
         )
         return _Threads(application, plans, stop).run(watch_interval)
+
+
+def open_batches(files: Files, work: Work) -> Iterator[str]:
+    """Yields the ids of the batches without an outcome."""
+    for path in work.plans:
+        done = set(files.list(paths.outcomes(path)))
+        for batch in with_parts(BatchPlan.read(files, path)[1], splits_of(files, path, done)):
+            if f"{batch.batch_id}.json" not in done:
+                yield batch.batch_id
 
 
 def _clock(pipeline: Pipeline, uri: str, files: Files, work: Work) -> Clock:
@@ -177,7 +184,7 @@ class _Threads:
                 running = sorted(self._running)
                 self._changed.notify_all()
             for batch_id in running:
-                cancel_jobs(self._app.spark, batch_id)
+                self._app.sessions.cancel(batch_id)
             for thread in threads:
                 thread.join(0.5)
 
@@ -237,7 +244,7 @@ class _Threads:
             except BaseException as error:
                 self._abort(error)
 
-        return make_thread(name, guarded)
+        return self._app.sessions.make_thread(name, guarded)
 
     def _abort(self, error: BaseException) -> None:
         """Stops the application on an error; logs the first, which determines the exit code."""

@@ -51,17 +51,20 @@ class ArrowFiles(Folder):
         """
         uri, options = self._uri, client_options(self.store.fs)
 
-        def look(_: int) -> str:
-            try:
-                import pyarrow.parquet as pq  # noqa: F401
+        def look(tasks: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            import pyarrow as pa
+            import pyarrow.parquet as pq  # noqa: F401
 
-                ArrowFiles(uri, options).read(path)
-            except Exception as error:
-                return f"{socket.gethostname()!r}: {type(error).__name__}: {error}"
-            return ""
+            for _ in tasks:
+                text = ""
+                try:
+                    ArrowFiles(uri, options).read(path)
+                except Exception as error:
+                    text = f"{socket.gethostname()!r}: {type(error).__name__}: {error}"
+                yield pa.RecordBatch.from_pydict({"text": [text]})
 
         try:
-            [text] = spark.sparkContext.parallelize([0], 1).map(look).collect()
+            [(text,)] = spark.range(0, 1, 1, 1).mapInArrow(look, "text string").collect()
         except Exception as error:  # its Python has no airflow_broadway, or does not start
             lines = [line for line in str(error).splitlines() if "Error: " in line]
             text = (lines or [str(error)])[-1].strip()

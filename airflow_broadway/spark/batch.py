@@ -47,10 +47,10 @@ from airflow_broadway.core.text import cut, many
 from airflow_broadway.spark.entries import Counts, Judge
 from airflow_broadway.spark.frame import BatchFrames
 from airflow_broadway.spark.results import Failed, Outcomes, read, read_rows
-from airflow_broadway.spark.session import name_jobs, why_lost
+from airflow_broadway.spark.session import Sessions
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame
 
     from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.spark.arrow import ArrowFiles
@@ -94,7 +94,7 @@ class Application:
     :param connections: Resolves the connections of sinks.
     """
 
-    spark: SparkSession
+    sessions: Sessions
     uri: str
     files: Files
     work: Work
@@ -110,11 +110,11 @@ class Application:
         """Checks that outcomes may be recorded.
 
         :raises Stopped: If the application is being stopped.
-        :raises SparkLost: If the JVM is gone, or the SparkContext stopped.
+        :raises SparkLost: If Spark is lost: see :meth:`Sessions.why_lost`.
         """
         if self.stopping():
             raise Stopped("the application was stopped") from cause
-        loss = why_lost(self.spark)
+        loss = self.sessions.why_lost()
         if loss:
             raise SparkLost(loss) from cause
 
@@ -135,7 +135,7 @@ class BatchRunner:
             writer=f"{work.name} try {work.try_number} on {application.host}",
             try_number=work.try_number,
             fresh=True,
-            application_id=application.spark.sparkContext.applicationId,
+            application_id=application.sessions.application_id,
         )
         shared = application.pipeline, application.context, self.frames
         self.judge = Judge(*shared)
@@ -169,8 +169,6 @@ class _Batch:
         self._app = runner.app
         self._planned = planned
         self._batch = batch
-        #: Its own, with separate temporary views and settings.
-        self._session = session = runner.app.spark.newSession()
         plan = runner.plan
         self._sink: Any = runner.app.pipeline.batchers[plan.batcher].sink
         #: The metadata of its telemetry events.
@@ -182,8 +180,7 @@ class _Batch:
             "producer": self._app.pipeline.producer,
             "batch_info": batch.info,
         }
-        name_jobs(
-            session,
+        self._session = runner.app.sessions.open(
             planned.batch_id,
             f"{plan.pipeline} {plan.batcher} {planned.batch_id}",
             f"{plan.batcher}.{lane}",

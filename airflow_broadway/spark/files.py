@@ -109,9 +109,10 @@ def s3a_settings(uri: str, options: Mapping[str, Any]) -> dict[str, str]:
 def check_executor(spark: Any, uri: str, path: str) -> None:
     """Reads a file in an executor, unless executors are the driver itself.
 
+    :param spark: A session; one of Spark Connect reads it on the server, too.
     :raises StagingError: Naming the folder, before any batch begins.
     """
-    if re.match(r"local(\[|$)", spark.sparkContext.master):
+    if not is_remote(spark) and re.match(r"local(\[|$)", spark.sparkContext.master):
         return
     try:
         spark.read.text(f"{uri}/{path}").first()
@@ -122,6 +123,11 @@ def check_executor(spark: Any, uri: str, path: str) -> None:
             " host of the cluster must see the same staging root; set [broadway] staging to one"
             " that they share"
         ) from error
+
+
+def is_remote(spark: Any) -> bool:
+    """Returns whether a session is one of Spark Connect."""
+    return ".connect." in type(spark).__module__
 
 
 def open_files(uri: str, spark: Any = None) -> Files:

@@ -20,14 +20,16 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
-from airflow_broadway.core.formats.files import ARROW, AUTO, CLIENTS, Files
+from airflow_broadway.core.formats.files import ARROW, AUTO, CLIENTS, HADOOP, Files
 from airflow_broadway.core.formats.work import Work, digest_of
 from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.version import __version__
+from airflow_broadway.spark.connect import VARIABLE, ConnectSessions, Server
 from airflow_broadway.spark.files import (
     check_executor,
     choose_client,
@@ -35,7 +37,7 @@ from airflow_broadway.spark.files import (
     open_files,
     set_s3a,
 )
-from airflow_broadway.spark.session import REFUSED, open_session
+from airflow_broadway.spark.session import REFUSED, ClassicSessions, open_session
 
 if TYPE_CHECKING:
     from airflow_broadway.spark.arrow import ArrowFiles
@@ -44,6 +46,9 @@ log = logging.getLogger("airflow_broadway.spark")
 
 #: The oldest supported release of Spark.
 MIN_SPARK = (3, 5)
+#: The maximum number of batches whose earlier sessions on a Spark Connect server are released: the
+#: first ones, because a try has few in hand.
+MOST_ENDED = 100
 #: The variable with the options of staging's client, as JSON: they may include credentials.
 CLIENT_VARIABLE = "AIRFLOW_BROADWAY_STAGING_CLIENT"
 
@@ -118,6 +123,8 @@ def _check(reference: str) -> int:
 def _run(args: argparse.Namespace) -> int:
     versions, uri = _check_versions(), str(args.run)
     options: dict[str, Any] = json.loads(os.environ.get(CLIENT_VARIABLE) or args.client_options)
+    if VARIABLE in os.environ:
+        return _run_on_server(args, versions, options)
     files: Files | None = None
     arrow: ArrowFiles | None = None
     if local_path(uri) is not None:
@@ -148,10 +155,39 @@ def _run(args: argparse.Namespace) -> int:
             files = open_files(uri, spark)
         if arrow is None:
             check_executor(spark, uri, args.work)
-        return run_work(spark, uri, files, _read_work(files, args), arrow=arrow)
+        sessions = ClassicSessions(spark)
+        return run_work(sessions, uri, files, _read_work(files, args), arrow=arrow)
     finally:
         with suppress(Exception):
             spark.stop()
+
+
+def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str, Any]) -> int:
+    """Runs the application as a client of a Spark Connect server."""
+    server, uri = Server.loads(os.environ[VARIABLE]), str(args.run)
+    log.info("%s; Spark Connect server %s", versions, server.address)
+    files: Files
+    arrow: ArrowFiles | None = None
+    if local_path(uri) is not None:
+        files = open_files(uri)
+    else:
+        files = opened = _open_arrow(uri, options)
+        arrow = None if args.client == HADOOP else opened
+    work = _read_work(files, args)
+    from airflow_broadway.spark.application import open_batches, run_work  # loads pyspark
+
+    sessions = ConnectSessions(server, uri, work)
+    try:
+        log.info("Spark application %s; its UI: ", sessions.application_id)
+        sessions.end_earlier(islice(open_batches(files, work), MOST_ENDED))
+        if arrow is not None:
+            arrow.check_executor(sessions.main, args.work)
+        else:
+            check_executor(sessions.main, uri, args.work)
+        return run_work(sessions, uri, files, work, arrow=arrow)
+    finally:
+        with suppress(Exception):
+            sessions.close()
 
 
 def _open_arrow(uri: str, options: Mapping[str, Any]) -> ArrowFiles:

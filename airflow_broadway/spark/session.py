@@ -1,7 +1,7 @@
-"""The session of an application and its jobs, and the exit codes of its driver.
+"""The sessions of an application whose driver has a JVM, and the exit codes of drivers.
 
-An application refuses Spark Connect, because the pipeline's code would not be available on the
-server.
+For the sessions of an application on a Spark Connect server see
+:mod:`airflow_broadway.spark.connect`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.log_context import keep_ids
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 #: Exit codes; 0 if every batch has an outcome.
 INCOMPLETE, REFUSED, INTERRUPTED = 1, 2, 130
 
-#: The error for Spark Connect, with the way out.
-NO_CONNECT = (
-    "Spark Connect is not supported yet; take it out, and run on a classic master (local[*], yarn,"
-    " spark://… or k8s://…)"
-)
+#: The way to Spark Connect, for errors.
+USE_REMOTE = "to use Spark Connect, set remote='sc://…', or a connection of the type spark_connect"
 
 #: Default settings of a session; the application's configuration takes precedence.
 SETTINGS = {
@@ -48,13 +45,13 @@ def open_session() -> SparkSession:
 
     for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED"):
         if os.environ.get(name):
-            raise PipelineError(f"{name} is set for the driver: {NO_CONNECT}")
+            raise PipelineError(f"{name} is set for the driver: {USE_REMOTE}")
     conf = SparkConf()
     for name, value in {"spark.scheduler.mode": "FAIR", **SETTINGS}.items():
         conf.setIfMissing(name, value)
     session: SparkSession = SparkSession.builder.config(conf=conf).getOrCreate()
     if ".connect." in type(session).__module__:
-        raise PipelineError(f"the driver's session is one of Spark Connect: {NO_CONNECT}")
+        raise PipelineError(f"the driver's session is one of Spark Connect: {USE_REMOTE}")
     _silence_pools(session)
     return session
 
@@ -67,38 +64,69 @@ def _silence_pools(session: Any) -> None:
         log4j.core.config.Configurator.setLevel(name, log4j.Level.ERROR)
 
 
-def why_lost(spark: Any) -> str:
-    """Returns why Spark is lost; empty while it is usable."""
-    try:
-        if spark._jsc.sc().isStopped():  # there is no public way to ask
-            return "the SparkContext was stopped"
-    except Exception as error:
-        return f"Spark is gone ({type(error).__name__}: {str(error).splitlines()[:1]})"
-    return ""
+class Sessions(Protocol):
+    """The sessions of an application; used from many threads."""
+
+    @property
+    def application_id(self) -> str:
+        """The application's id in Spark."""
+
+    def open(self, batch_id: str, description: str, pool: str) -> SparkSession:
+        """Opens a session for a batch, with temporary views and settings of its own.
+
+        Jobs that this thread starts belong to the batch.
+
+        :param description: Of its jobs, in Spark's UI.
+        :param pool: Their scheduler pool, where Spark has pools for sessions.
+        """
+
+    def cancel(self, batch_id: str) -> None:
+        """Cancels the jobs of a batch; best effort."""
+
+    def why_lost(self) -> str:
+        """Returns why Spark is lost; empty while it is usable."""
+
+    def make_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
+        """Creates a daemon thread that may start Spark jobs."""
 
 
-def make_thread(name: str, target: Callable[[], None]) -> threading.Thread:
-    """Creates a daemon thread that may start Spark jobs."""
-    from pyspark import InheritableThread
+class ClassicSessions:
+    """Sessions in the driver's JVM.
 
-    # Also closes the JVM's half of the thread at its end.
-    thread: Any = InheritableThread(target=keep_ids(target), name=name)
-    thread.daemon = True
-    return thread  # type: ignore[no-any-return]
-
-
-def name_jobs(session: SparkSession, batch_id: str, description: str, pool: str) -> None:
-    """Assigns the jobs of this thread to a group, for :func:`cancel_jobs`.
-
-    :param description: Their description in Spark's UI.
-    :param pool: Their scheduler pool.
+    :param spark: The application's session.
     """
-    context = session.sparkContext
-    context.setJobGroup(batch_id, description, interruptOnCancel=True)
-    context.setLocalProperty("spark.scheduler.pool", pool)
 
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
 
-def cancel_jobs(spark: SparkSession, batch_id: str) -> None:
-    """Cancels the jobs of a batch; best effort."""
-    with suppress(Exception):
-        spark.sparkContext.cancelJobGroup(batch_id)
+    @property
+    def application_id(self) -> str:
+        return self._spark.sparkContext.applicationId
+
+    def open(self, batch_id: str, description: str, pool: str) -> SparkSession:
+        session = self._spark.newSession()
+        context = session.sparkContext
+        context.setJobGroup(batch_id, description, interruptOnCancel=True)
+        context.setLocalProperty("spark.scheduler.pool", pool)
+        return session
+
+    def cancel(self, batch_id: str) -> None:
+        with suppress(Exception):
+            self._spark.sparkContext.cancelJobGroup(batch_id)
+
+    def why_lost(self) -> str:
+        spark: Any = self._spark
+        try:
+            if spark._jsc.sc().isStopped():  # there is no public way to ask
+                return "the SparkContext was stopped"
+        except Exception as error:
+            return f"Spark is gone ({type(error).__name__}: {str(error).splitlines()[:1]})"
+        return ""
+
+    def make_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
+        from pyspark import InheritableThread
+
+        # Also closes the JVM's half of the thread at its end.
+        thread: Any = InheritableThread(target=keep_ids(target), name=name)
+        thread.daemon = True
+        return thread  # type: ignore[no-any-return]

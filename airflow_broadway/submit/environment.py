@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway.core.errors import BroadwayError, ConnectionMissing, OptionsError
-from airflow_broadway.spark.session import NO_CONNECT
+from airflow_broadway.spark.session import USE_REMOTE
 
 #: The oldest version of Java that Spark supports.
 MIN_JAVA = 17
@@ -70,7 +70,7 @@ def check_master(conn_id: str, master: str, deploy_mode: str) -> None:
             )
         return
     if master.startswith("sc://"):
-        raise ConnectionMissing(f"the connection {conn_id!r} gives {master!r}: {NO_CONNECT}")
+        raise ConnectionMissing(f"the connection {conn_id!r} gives {master!r}: {USE_REMOTE}")
     raise ConnectionMissing(
         f"the connection {conn_id!r} gives the Spark master {master!r}; expected local[*], yarn,"
         " spark://host:7077 or k8s://https://host: put it into the connection's host"
@@ -87,7 +87,7 @@ def check_classic(env: Mapping[str, str], conf: Mapping[str, Any]) -> None:
     if str(conf.get("spark.api.mode", "")).lower() == "connect":
         causes.append("spark.api.mode=connect")
     if causes:
-        raise SparkMissing(f"{causes[0]} is set for the driver: {NO_CONNECT}")
+        raise SparkMissing(f"{causes[0]} is set for the driver: {USE_REMOTE}")
 
 
 def find_spark(binary: str, env: Mapping[str, str]) -> SparkProgram:

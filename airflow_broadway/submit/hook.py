@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -15,6 +16,8 @@ from airflow_broadway.spark.session import INCOMPLETE, REFUSED
 
 #: The line of the driver's log with the application's id and the URL of its UI.
 APPLICATION = re.compile(r"Spark application (\S+); its UI: (https?://[^\s,]+|)")
+#: The timeout for a client of Spark Connect to end its jobs, in seconds.
+CANCEL_TIMEOUT = 30.0
 #: The meaning of the driver's exit codes; 3 is Java's code for out of memory.
 _MEANINGS = {
     INCOMPLETE: "the driver ended before every batch had an outcome",
@@ -25,6 +28,21 @@ _MEANINGS = {
 
 def _ignore(application_id: str, ui: str) -> None:
     """Ignores the application."""
+
+
+class ConnectHook(SparkSubmitHook):
+    """The provider's hook for an application on a Spark Connect server; needs no connection.
+
+    :param url: The server's.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        super().__init__()
+
+    def _resolve_connection(self) -> dict[str, Any]:
+        names = ("keytab", "namespace", "principal", "queue", "spark_binary")
+        return {**dict.fromkeys(names), "master": self._url, "deploy_mode": "client"}
 
 
 class SubmitHook(SparkSubmitHook):
@@ -89,6 +107,15 @@ class SubmitHook(SparkSubmitHook):
                 self._on_application(match[1], match[2])
             yield line
 
+    def on_kill(self) -> None:
+        process = self._submit_sp
+        if process is not None and self._connection["master"].startswith("sc:"):
+            # The server would go on for minutes: the driver ends its jobs.
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(CANCEL_TIMEOUT)
+        super().on_kill()
+
     @property
     def ending(self) -> str:
         """How the driver ended, in words; empty if it is running, or not on this host."""
@@ -103,6 +130,9 @@ class SubmitHook(SparkSubmitHook):
         return f"exit code {code}{f': {meaning}' if meaning else ''}"
 
     def _build_spark_submit_command(self, application: str) -> list[str]:
+        if self._connection["master"].startswith("sc:"):
+            self._env = self._driver_env
+            return [self._connection["spark_binary"], application, *(self._application_args or [])]
         command: list[str] = super()._build_spark_submit_command(application)
         self._env = {**self._driver_env, **(self._env or {})}
         return command

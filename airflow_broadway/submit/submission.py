@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from airflow_broadway.spark.connect import VARIABLE, Server
 from airflow_broadway.spark.files import s3a_settings
 from airflow_broadway.spark.job import CLIENT_VARIABLE
 from airflow_broadway.staging.client import public_options
@@ -41,7 +43,8 @@ log = logging.getLogger(__name__)
 class Chosen:
     """The user's configuration of spark-submit.
 
-    :param master: The Spark master's URL; like ``deploy_mode`` and ``binary`` from the connection.
+    :param master: The URL of a Spark master, or of a Spark Connect server; like ``deploy_mode`` and
+        ``binary`` from the connection.
     :param deploy_mode: ``"client"`` or ``"cluster"``.
     :param binary: The program's name.
     :param conf: Settings.
@@ -99,7 +102,11 @@ def prepare(
     :param check: Whether to import the pipeline in a separate process, as the driver will.
     :raises BroadwayError: With one sentence on what is missing.
     """
-    env = {**os.environ, **{name: str(value) for name, value in chosen.env_vars.items()}}
+    variables = {name: str(value) for name, value in chosen.env_vars.items()}
+    env = {**os.environ, **variables}
+    if chosen.master.startswith("sc://"):
+        secret = dict(secrets or {}) | _client_variable(client_options)
+        return _prepare_connect(chosen, ref, folder, variables | secret, check=check)
     program = find_spark(chosen.binary, env)
     env = {**program.env, **env}
     client, pods = chosen.deploy_mode == "client", chosen.master.startswith("k8s:")
@@ -107,7 +114,7 @@ def prepare(
     check_classic(env, {**file_conf, **chosen.conf})
     if program.bundled:
         check_java(env)
-    own = [file.strip() for file in chosen.py_files.split(",") if file.strip()]
+    own = _paths(chosen.py_files)
     shipment = ship(str(ref["class"]), folder)
     log.info("Shipping the packages %s to Spark.", shipment.packages)
     if check:
@@ -119,12 +126,10 @@ def prepare(
         code = [publish(shipment.launcher, run), publish(shipment.zip, run)]
         settings = s3a_settings(run.spark_uri(), public_options(client_options or {}))
         conf = {f"spark.hadoop.{name}": value for name, value in settings.items()} | conf
-    variables, secret = dict(program.env), dict(secrets or {})
-    if client_options:
-        secret[CLIENT_VARIABLE] = json.dumps(dict(client_options))
+    secret = dict(secrets or {}) | _client_variable(client_options)
+    # With Kubernetes the provider has them for drivers in pods only.
+    variables = program.env | (variables if client else {})
     if client:
-        # With Kubernetes the provider has them for drivers in pods only.
-        variables |= {name: str(value) for name, value in chosen.env_vars.items()}
         variables |= python_variables(conf, env, pods=pods) | secret
     elif secret:
         log.warning(
@@ -140,6 +145,50 @@ def prepare(
         conf=conf,
         variables=variables,
     )
+
+
+def _client_variable(options: Mapping[str, Any] | None) -> dict[str, str]:
+    return {CLIENT_VARIABLE: json.dumps(dict(options))} if options else {}
+
+
+def _prepare_connect(
+    chosen: Chosen, ref: Mapping[str, Any], folder: Path, variables: dict[str, str], *, check: bool
+) -> Submission:
+    """Prepares a driver that is a client of a Spark Connect server: it needs neither Java nor
+    spark-submit.
+    """
+    own = _paths(chosen.py_files)
+    shipment = ship(str(ref["class"]), folder)
+    log.info("Shipping the packages %s to Spark Connect.", shipment.packages)
+    if check:
+        _check(ref, shipment, own)
+    code = [str(shipment.zip), *own]
+    server = Server(
+        url=chosen.master,
+        conf={name: str(value) for name, value in chosen.conf.items()},
+        artifacts={
+            "pyfile": code,
+            "file": _paths(chosen.files.get("files")),
+            "archive": _paths(chosen.files.get("archives")),
+        },
+    )
+    path = [*code, variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+    variables = variables | {
+        VARIABLE: server.dumps(),
+        "SPARK_CONNECT_MODE_ENABLED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
+    return Submission(
+        program=SparkProgram(binary=sys.executable, bundled=False),
+        application=str(shipment.launcher),
+        py_files="",
+        conf={},
+        variables=variables,
+    )
+
+
+def _paths(text: str | None) -> list[str]:
+    return [path.strip() for path in (text or "").split(",") if path.strip()]
 
 
 def _check(ref: Mapping[str, Any], shipment: Shipment, own: list[str]) -> None:

@@ -22,6 +22,7 @@ from airflow_broadway.core.reference import make_ref
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.files import open_files
+from airflow_broadway.spark.session import ClassicSessions
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
 from tests.conformance.feed import CaseProducer
@@ -146,7 +147,7 @@ class Application:
         logger, codes = logging.getLogger("airflow_broadway"), _Codes(self._made)
         logger.addHandler(codes)
         try:
-            return run_work(spark, run.spark_uri(), files, work)
+            return run_work(ClassicSessions(spark), run.spark_uri(), files, work)
         finally:
             logger.removeHandler(codes)
 

@@ -19,7 +19,7 @@ from airflow_broadway.spark import failed, job
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.arrow import ArrowFiles
 from airflow_broadway.spark.job import CLIENT_VARIABLE
-from airflow_broadway.spark.session import INCOMPLETE, REFUSED
+from airflow_broadway.spark.session import INCOMPLETE, REFUSED, ClassicSessions
 from scripts.airflow_env import ROOT
 from tests.s3_server import S3Server, s3_server
 from tests.unit.spark.pipelines import Counting, Mending
@@ -60,7 +60,9 @@ class Bucket(Staged):
         pipeline.callback = staticmethod(callback)
         work = self.work(pipeline, *plans)
         self.upload()
-        code = run_work(spark_session(), self.uri, self.arrow, work, arrow=self.arrow)
+        code = run_work(
+            ClassicSessions(spark_session()), self.uri, self.arrow, work, arrow=self.arrow
+        )
         self.files = self.arrow  # type: ignore[assignment]
         return code
 

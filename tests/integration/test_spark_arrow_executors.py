@@ -26,7 +26,7 @@ def application(root: Path) -> None:
     """Handles batches in a bucket; every process finds keys in its environment that are denied."""
     import pyspark
 
-    from airflow_broadway.spark.session import open_session
+    from airflow_broadway.spark.session import ClassicSessions, open_session
 
     conf = {
         "spark.ui.enabled": "false",
@@ -61,7 +61,7 @@ def application(root: Path) -> None:
             sizes[info.batch_id] = messages.count()
 
         Counting.callback = staticmethod(callback)
-        code = run_work(session, uri, files, work, arrow=files)
+        code = run_work(ClassicSessions(session), uri, files, work, arrow=files)
         session.stop()
         staged.files = files  # type: ignore[assignment]
         outcomes = {name: made.successful for name, made in staged.outcomes("default").items()}

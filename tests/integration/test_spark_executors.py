@@ -26,7 +26,7 @@ def application(root: Path) -> None:
     """Handles two batches, of which one kills every executor that works on it."""
     import pyspark
 
-    from airflow_broadway.spark.session import open_session
+    from airflow_broadway.spark.session import ClassicSessions, open_session
 
     conf = {
         "spark.ui.enabled": "false",
@@ -49,7 +49,7 @@ def application(root: Path) -> None:
     staged = Staged(root)
     plan = staged.plan("default", [Planned(f"b{n}", rows(5, prefix=f"b{n}-")) for n in range(2)])
     session = open_session()
-    code = run_work(session, staged.uri, staged.files, staged.work(Counting, plan))
+    code = run_work(ClassicSessions(session), staged.uri, staged.files, staged.work(Counting, plan))
     session.stop()
     outcomes = {
         name: [made.successful, made.failed, made.error]

@@ -20,6 +20,7 @@ from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.reference import make_ref
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
+from airflow_broadway.spark.session import ClassicSessions
 from airflow_broadway.staging.planner import plan_batches
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
@@ -37,7 +38,7 @@ def run(staged: Staged, callback: Any, count: int = 2) -> dict[str, Any]:
     Counting.callback = staticmethod(callback)
     batches = [Planned(f"b{n}", rows(10, prefix=f"b{n}-")) for n in range(count)]
     work = staged.work(Counting, staged.plan("default", batches))
-    assert run_work(spark_session(), staged.uri, staged.files, work) == 0
+    assert run_work(ClassicSessions(spark_session()), staged.uri, staged.files, work) == 0
     return staged.outcomes("default")
 
 
@@ -92,7 +93,7 @@ def test_a_key_stays_in_order_across_generations(tmp_path):
             busy.remove(info.batch_key)
 
     Counting.callback = staticmethod(callback)
-    assert run_work(spark_session(), f"file://{files.root}", files, work) == 0
+    assert run_work(ClassicSessions(spark_session()), f"file://{files.root}", files, work) == 0
 
     # Then each key's came in the order in which they were received, over all batches
     assert seen == {"a": list(range(0, 60, 2)), "b": list(range(1, 60, 2))}

@@ -25,10 +25,10 @@ from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.spark import batch, failed, unsuccessful
 from airflow_broadway.spark import entries as spark_entries
+from airflow_broadway.spark import failed, unsuccessful
 from airflow_broadway.spark.application import run_work
-from airflow_broadway.spark.session import open_session, why_lost
+from airflow_broadway.spark.session import ClassicSessions, open_session
 from tests.unit.spark.pipelines import Counting, Mending, Without
 from tests.unit.spark.plans import EPOCH, Planned, Row, Staged, plan_path, rows
 from tests.unit.spark.session import spark_session
@@ -62,7 +62,7 @@ class Job(Staged):
         return self.run_work(self.work(pipeline, *plans, try_number=try_number), **more)
 
     def run_work(self, work: Work, **more: Any) -> int:
-        return run_work(self.spark, self.uri, self.files, work, **more)
+        return run_work(ClassicSessions(self.spark), self.uri, self.files, work, **more)
 
     def one(self, callback: Callback, count: int = 10, **more: Any) -> Any:
         """Runs one batch of ``count`` messages; its outcome, and its entries."""
@@ -941,7 +941,8 @@ def _is_retried(job: Job, patch: pytest.MonkeyPatch) -> None:
 def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:
     stopped = mock.Mock()
     stopped._jsc.sc().isStopped.return_value = True
-    patch.setattr(batch, "why_lost", lambda _: why_lost(stopped))
+    loss = ClassicSessions(stopped).why_lost()
+    patch.setattr(ClassicSessions, "why_lost", lambda _: loss)
     raise RuntimeError("cannot call methods on a stopped SparkContext")
 
 

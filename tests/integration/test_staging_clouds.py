@@ -14,6 +14,7 @@ import pytest
 
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.arrow import ArrowFiles
+from airflow_broadway.spark.session import ClassicSessions
 from airflow_broadway.staging.client import client_options
 from airflow_broadway.staging.store import Store
 from scripts.local_airflow import free_port
@@ -123,7 +124,7 @@ def test_spark_reads_batches_and_records_outcomes(emulated, tmp_path):
     uri = f"{store.spark_uri()}/Counting/dag/run"
     files = ArrowFiles(uri, client_options(store.fs))
     files.check_executor(spark_session(), f"{plan.path}/plan.jsonl")
-    assert run_work(spark_session(), uri, files, work, arrow=files) == 0
+    assert run_work(ClassicSessions(spark_session()), uri, files, work, arrow=files) == 0
 
     # Then batches are read, outcomes recorded, and a file that counts once is written once
     assert seen == {f"b{n}": [f"b{n}-{i}" for i in range(5)] for n in range(3)}

@@ -32,6 +32,7 @@ from airflow_broadway.core.reference import class_path
 from airflow_broadway.runs.ports import Task
 from airflow_broadway.runs.spark_batches import Ending, SparkBatches
 from airflow_broadway.spark import job
+from airflow_broadway.spark.session import ClassicSessions
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
@@ -184,23 +185,24 @@ class Driver:
 
 def be_driver(arguments: list[str]) -> int:
     """Runs the application of :mod:`airflow_broadway.spark.job`; returns its exit code."""
-    from airflow_broadway.spark import application, batch  # loads pyspark
+    from airflow_broadway.spark import application  # loads pyspark
 
     run_work: Any = application.run_work
     run_work.__kwdefaults__["watch_interval"] = 1e6
     _attach()
-    replace(batch, "name_jobs", _tagging)
+    replace(ClassicSessions, "open", _tagging)
     return job.main(arguments)
 
 
-def _tagging(name_jobs: Any) -> Any:
+def _tagging(open_session: Any) -> Any:
     """Tags each job with its driver."""
 
-    def named(session: Any, *args: Any) -> None:
-        name_jobs(session, *args)
+    def opened(sessions: Any, *args: Any) -> Any:
+        session = open_session(sessions, *args)
         session.sparkContext.addJobTag(_tag(os.getpid()))
+        return session
 
-    return named
+    return opened
 
 
 def _tag(pid: int) -> str:

@@ -110,6 +110,7 @@ class Staged:
         schema: str | None = "n bigint",
         as_bytes: bool = False,
         batches_per_file: int = 1000,
+        sink: str | None = None,
     ) -> BatchPlan:
         """Write a plan with its data files."""
         path = plan_path(batcher)
@@ -140,6 +141,7 @@ class Staged:
             triggers={"size": len(planned)},
             root_id=self.root_id,
             host="host",
+            sink=sink,
         )
         lines = [plan.dumps(), *(batch.dumps() for batch in planned)]
         self.files.write_lines(f"{path}/plan.jsonl", lines)

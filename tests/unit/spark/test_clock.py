@@ -11,6 +11,7 @@ from airflow_broadway.core.errors import LeaseLapsed
 from airflow_broadway.core.formats.store_clock import StoreClock
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.batch import BatchRunner
+from airflow_broadway.spark.session import ClassicSessions
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 from tests.unit.spark.test_log_ids import Session, outcome
@@ -36,7 +37,7 @@ def test_lease_is_judged_by_the_folders_clock(tmp_path, monkeypatch, caplog, off
 
     for _ in range(2):  # a cluster may start a driver again with the same work
         caplog.clear()
-        run_work(Session(), staged.uri, staged.files, work)
+        run_work(ClassicSessions(Session()), staged.uri, staged.files, work)
         assert sum("The clock of host" in record.getMessage() for record in caplog.records) == 1
     if valid:
         seen[-1]()

@@ -13,7 +13,7 @@ from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.batch import BatchRunner
-from airflow_broadway.spark.session import INCOMPLETE
+from airflow_broadway.spark.session import INCOMPLETE, ClassicSessions
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 
@@ -48,7 +48,7 @@ def test_log_lines_name_run_and_batch(tmp_path, monkeypatch, capsys):
 
     # When the driver runs them
     session = Session()
-    assert run_work(session, staged.uri, staged.files, work) == 0
+    assert run_work(ClassicSessions(session), staged.uri, staged.files, work) == 0
 
     # Then all lines end with the ids, in the callback's thread as well
     run = "dag_id='shop' run_id='manual__1'"
@@ -64,5 +64,8 @@ def test_log_lines_name_run_and_batch(tmp_path, monkeypatch, capsys):
 
     # And an error that ends the driver in a batch names the batch
     broken = "b1"
-    assert run_work(session, staged.uri, staged.files, replace(work, try_number=2)) == INCOMPLETE
+    assert (
+        run_work(ClassicSessions(session), staged.uri, staged.files, replace(work, try_number=2))
+        == INCOMPLETE
+    )
     assert f"ZeroDivisionError [{batches[1]}]" in capsys.readouterr().err

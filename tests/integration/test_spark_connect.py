@@ -1,0 +1,252 @@
+"""The operator with a real Spark Connect server: the same outcomes as with a driver in a JVM."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+
+import grpc
+import psutil
+import pytest
+from airflow.providers.common.compat.sdk import AirflowException
+
+from airflow_broadway.core.errors import OptionsError, PipelineError
+from airflow_broadway.core.formats.work import Work
+from airflow_broadway.spark.connect import ConnectSessions, Server
+from scripts.local_airflow import free_port
+from scripts.spark_connect import ConnectServer
+from tests.spark_operator import Lake
+from tests.unit.spark.plans import Planned, rows
+from tests.waiting import eventually
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+BATCHES, ROWS = 3, 10
+
+PIPELINE = """
+import os, time
+from airflow_broadway import Batcher, Broadway, Rows
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.sinks import ParquetFolder
+from airflow_broadway.spark import failed
+
+
+def slowly(n: int) -> int:
+    with open(f"{FOLDER}/busy/{os.getpid()}", "a") as file:
+        file.write(f"{n}\\n")
+    while os.path.exists(f"{FOLDER}/wait"):
+        time.sleep(0.1)
+    return n
+
+
+class Lake(Broadway):
+    producer = Producer()
+    batchers = {
+        "default": Batcher(
+            schema="n bigint", concurrency=2, sink=ParquetFolder(path=f"{FOLDER}/lake")
+        )
+    }
+
+    def handle_message(self, processor, message, context):
+        return message
+
+    def handle_batch(self, batcher, messages, info, context):
+        from pyspark.sql import functions as F
+
+        # Fails if another batch has the view, or its settings.
+        spark = messages.sparkSession
+        assert spark.conf.get("a.b", None) == "c", spark.conf.get("a.b", None)
+        spark.conf.set("a.b", info.batch_id)
+        messages.createTempView("batch")
+        n = F.udf(slowly, "bigint").asNondeterministic()
+        good = spark.sql("SELECT * FROM batch WHERE data.n % 5 != 0")
+        return Rows(
+            good.select("message_id", n("data.n").alias("n")),
+            failed=failed(messages.where("data.n % 5 = 0"), reason="five"),
+        )
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with ConnectServer(tmp_path_factory.mktemp("connect")) as server:
+        yield server
+
+
+@pytest.fixture
+def lake(tmp_path, monkeypatch):
+    batches = [Planned(f"b{n}", rows(ROWS, prefix=f"b{n}-"), batch_key=n) for n in range(BATCHES)]
+    return Lake(tmp_path, monkeypatch, PIPELINE, batches)
+
+
+def good(lake):
+    """The rows that the table must have, each once."""
+    return {name: 1 for name in lake.planned_rows() if int(name.rpartition("-")[2]) % 5}
+
+
+def drivers():
+    """The drivers that this process has started."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # or a zombie
+            if any("airflow_broadway_job.py" in word for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def workers(lake):
+    """The pids of Spark's Python that have begun rows."""
+    return {int(file.name) for file in (lake.folder / "busy").iterdir()}
+
+
+def alive(pids):
+    return {pid for pid in pids if psutil.pid_exists(pid)}
+
+
+@contextmanager
+def executing(lake, operator):
+    """Executes the task in a thread until two batches wait; yields its future."""
+    (lake.folder / "wait").touch()
+    with ThreadPoolExecutor() as pool:
+        try:
+            future = pool.submit(lake.execute_operator, operator)
+            eventually(lambda: len(workers(lake)) > 1 or future.done(), 120.0)
+            assert not future.done(), future.exception()
+            yield future
+        finally:
+            (lake.folder / "wait").unlink(missing_ok=True)
+
+
+def test_batches_run_on_a_server(lake, server):
+    returned = lake.execute(remote=server.url, conf={"a.b": "c"})
+
+    assert (returned["batches"], returned["failed"]) == (BATCHES, 0)
+    assert lake.rows() == good(lake)
+    for batch in lake.batches:
+        outcome = lake.staged.outcome("default", batch.batch_id)
+        assert (outcome.successful, outcome.failed) == (8, 2)
+        assert {e.verdict.reason for e in lake.staged.entries(outcome).values()} == {"five"}
+
+
+def test_connection_of_a_server(lake, server, monkeypatch):
+    host, _, port = server.url.removeprefix("sc://").partition(":")
+    connection = {"conn_type": "spark_connect", "host": host, "port": int(port), "login": "ann"}
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
+
+    lake.execute(conf={"a.b": "c"})
+
+    assert lake.rows() == good(lake)
+
+
+def test_a_killed_driver_is_followed_by_one_that_ends_its_jobs(lake, server):
+    with executing(lake, lake.operator(remote=server.url, conf={"a.b": "c"})) as future:
+        [driver] = drivers()
+        first = workers(lake)
+        driver.kill()
+        # The first ones wait for a file that is still there.
+        eventually(lambda: workers(lake) - first and not alive(first), 120.0)
+        (lake.folder / "wait").unlink()
+        returned = future.result(120.0)
+
+    assert (returned["batches"], returned["failed"]) == (BATCHES, 0)
+    assert lake.rows() == good(lake)
+
+
+def test_a_killed_task_ends_its_jobs(lake, server):
+    operator = lake.operator(remote=server.url, conf={"a.b": "c"})
+    with executing(lake, operator) as future:
+        operator.on_kill()
+        with pytest.raises(AirflowException, match="have no outcome"):
+            future.result(60.0)
+        eventually(lambda: not alive(workers(lake)), 60.0)
+    assert lake.staged.outcomes("default") == {}
+
+    # and a retry handles the batches
+    lake.execute(remote=server.url, conf={"a.b": "c"})
+    assert lake.rows() == good(lake)
+
+
+def test_a_driver_that_wakes_late_records_nothing(lake, server):
+    arguments = {"remote": server.url, "conf": {"a.b": "c"}}
+    with executing(lake, lake.operator(**arguments)) as future:
+        [driver] = drivers()
+        driver.suspend()
+        (lake.folder / "wait").unlink()
+        lake.execute(**arguments)
+        outcomes = lake.staged.outcomes("default")
+        driver.resume()
+        future.result(120.0)  # its task finds that each batch has an outcome
+
+    assert lake.staged.outcomes("default") == outcomes
+    assert lake.rows() == good(lake)
+
+
+def test_a_server_that_was_killed_and_started_again_loses_no_batch(lake, tmp_path):
+    with ConnectServer(tmp_path / "server") as server:
+        operator = lake.operator(remote=server.url, conf={"a.b": "c"})
+        with executing(lake, operator) as future:
+            server.kill()
+            server.start()
+            (lake.folder / "wait").unlink()
+            future.result(200.0)  # the next application of the same task
+
+    assert lake.rows() == good(lake)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def sessions(url, **server):
+    work = Work(
+        name="t", try_number=1, pipeline={}, run={}, plans=[], package_version="", only=None
+    )
+    return ConnectSessions(Server(url=url, **server), "file:///run", work)
+
+
+def test_absent_server(monkeypatch):
+    monkeypatch.setattr("airflow_broadway.spark.connect.TIMEOUT", 0.5)
+    url = f"sc://127.0.0.1:{free_port()}"
+    expected = f"Spark Connect server {url} does not accept connections.*start it, or correct"
+    with pytest.raises(PipelineError, match=expected) as raised:
+        sessions(f"{url}/;token=hush")
+    assert "hush" not in str(raised.value)
+
+
+def test_older_server(server, monkeypatch):
+    monkeypatch.setattr("pyspark.__version__", "9.1.0")
+    with pytest.raises(PipelineError, match=r"is older than this worker's pyspark 9\.1"):
+        sessions(server.url)
+
+
+def test_setting_that_a_running_server_does_not_take(server):
+    with pytest.raises(PipelineError, match=r"does not take the setting spark\.executor\.memory"):
+        sessions(server.url, conf={"spark.executor.memory": "1g"})
+
+
+def test_full_server():
+    # Given a server that refuses each call
+    def refuse(_, context):
+        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions")
+
+    refusing = SimpleNamespace(service=lambda _: grpc.unary_unary_rpc_method_handler(refuse))
+    full = grpc.server(ThreadPoolExecutor(2), handlers=[refusing])
+    url = f"sc://127.0.0.1:{full.add_insecure_port('127.0.0.1:0')}"
+    full.start()
+    try:
+        with pytest.raises(PipelineError, match=r"opens no session: .*too many sessions"):
+            sessions(url)
+    finally:
+        full.stop(None)
+
+
+def test_arguments_of_spark_submit_are_refused_while_the_dag_is_parsed(lake):
+    for arguments, name in (
+        ({"remote": "spark://host:7077"}, "remote"),
+        ({"remote": "sc://host", "conn_id": "spark"}, "remote"),
+        ({"remote": "sc://host", "executor_memory": "1g"}, "executor_memory"),
+        ({"remote": "sc://host", "jars": "a.jar"}, "jars"),
+    ):
+        with pytest.raises(OptionsError, match=f"option {name!r}"):
+            lake.operator(**arguments)
