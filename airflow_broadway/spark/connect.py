@@ -73,13 +73,13 @@ def address_of(url: str) -> str:
 class ConnectSessions:
     """Sessions on a Spark Connect server; see :class:`airflow_broadway.spark.session.Sessions`.
 
-    :param run_uri: The run's folder.
+    :param run: The run's folder, and the id of its root: other hosts may have the same folder.
     :raises PipelineError: If the server does not answer, or its Spark is older than the client's.
     """
 
-    def __init__(self, server: Server, run_uri: str, work: Work) -> None:
+    def __init__(self, server: Server, run: str, work: Work) -> None:
         self._server = server
-        self._name = f"{run_uri}/{work.name}"
+        self._name = f"{run}/{work.name}"
         self._try = work.try_number
         #: Batch → its session.  Sessions are opened and released by the threads of batches.
         self._open_sessions: dict[str, Any] = {}

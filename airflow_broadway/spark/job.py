@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
 from airflow_broadway.core.formats.files import ARROW, AUTO, CLIENTS, HADOOP, Files
+from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work, digest_of
 from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.reference import load_ref
@@ -176,7 +177,8 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
     work = _read_work(files, args)
     from airflow_broadway.spark.application import open_batches, run_work  # loads pyspark
 
-    sessions = ConnectSessions(server, uri, work)
+    root = BatchPlan.read(files, work.plans[0])[0].root_id if work.plans else ""
+    sessions = ConnectSessions(server, f"{uri}#{root}", work)
     try:
         log.info("Spark application %s; its UI: ", sessions.application_id)
         sessions.end_earlier(islice(open_batches(files, work), MOST_ENDED))

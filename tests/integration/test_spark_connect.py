@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -14,10 +15,15 @@ from airflow.providers.common.compat.sdk import AirflowException
 
 from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.formats.work import Work
+from airflow_broadway.spark import failed
+from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.connect import ConnectSessions, Server
 from scripts.local_airflow import free_port
 from scripts.spark_connect import ConnectServer
+from tests.integration.test_spark_arrow import Bucket
+from tests.s3_server import s3_server
 from tests.spark_operator import Lake
+from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, rows
 from tests.waiting import eventually
 
@@ -140,6 +146,7 @@ def test_connection_of_a_server(lake, server, monkeypatch):
     assert lake.rows() == good(lake)
 
 
+@pytest.mark.slow
 def test_a_killed_driver_is_followed_by_one_that_ends_its_jobs(lake, server):
     with executing(lake, lake.operator(remote=server.url, conf={"a.b": "c"})) as future:
         [driver] = drivers()
@@ -154,6 +161,7 @@ def test_a_killed_driver_is_followed_by_one_that_ends_its_jobs(lake, server):
     assert lake.rows() == good(lake)
 
 
+@pytest.mark.slow
 def test_a_killed_task_ends_its_jobs(lake, server):
     operator = lake.operator(remote=server.url, conf={"a.b": "c"})
     with executing(lake, operator) as future:
@@ -168,6 +176,7 @@ def test_a_killed_task_ends_its_jobs(lake, server):
     assert lake.rows() == good(lake)
 
 
+@pytest.mark.slow
 def test_a_driver_that_wakes_late_records_nothing(lake, server):
     arguments = {"remote": server.url, "conf": {"a.b": "c"}}
     with executing(lake, lake.operator(**arguments)) as future:
@@ -183,6 +192,7 @@ def test_a_driver_that_wakes_late_records_nothing(lake, server):
     assert lake.rows() == good(lake)
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_and_started_again_loses_no_batch(lake, tmp_path):
     with ConnectServer(tmp_path / "server") as server:
         operator = lake.operator(remote=server.url, conf={"a.b": "c"})
@@ -195,6 +205,29 @@ def test_a_server_that_was_killed_and_started_again_loses_no_batch(lake, tmp_pat
     assert lake.rows() == good(lake)
 
 
+@pytest.mark.slow
+def test_server_reads_a_bucket(tmp_path, server, monkeypatch):
+    pytest.importorskip("s3fs")
+    monkeypatch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+    with s3_server() as s3:
+        bucket = Bucket(s3, tmp_path)
+        plan = bucket.plan("default", [Planned("b0", rows(5)), Planned("b1", rows(5, prefix="c"))])
+        monkeypatch.setattr(
+            Counting, "callback", lambda rows, _: failed(rows.where("data.n = 0"), reason="zero")
+        )
+        work = bucket.work(Counting, plan)
+        bucket.upload()
+        opened = ConnectSessions(Server(url=server.url), bucket.uri, work)
+        try:
+            bucket.arrow.check_executor(opened.main, f"{plan.path}/plan.jsonl")
+            assert run_work(opened, bucket.uri, bucket.arrow, work, arrow=bucket.arrow) == 0
+        finally:
+            opened.close()
+        bucket.files = bucket.arrow
+        outcomes = bucket.outcomes("default").values()
+        assert [(made.successful, made.failed) for made in outcomes] == [(4, 1), (4, 1)]
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 
@@ -202,7 +235,7 @@ def sessions(url, **server):
     work = Work(
         name="t", try_number=1, pipeline={}, run={}, plans=[], package_version="", only=None
     )
-    return ConnectSessions(Server(url=url, **server), "file:///run", work)
+    return ConnectSessions(Server(url=url, **server), f"file:///{uuid.uuid4()}", work)
 
 
 def test_absent_server(monkeypatch):

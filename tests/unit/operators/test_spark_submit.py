@@ -265,10 +265,12 @@ def test_settings_of_files_are_not_overridden(world, tmp_path):
         ("local[2]", {"conf": {"spark.api.mode": "connect"}}, "spark.api.mode=connect is set"),
     ],
 )
-def test_spark_connect_is_refused_before_anything_starts(world, monkeypatch, host, more, what):
+def test_spark_connect_elsewhere_is_refused_before_anything_starts(
+    world, monkeypatch, host, more, what
+):
     connection = json.dumps({"conn_type": "spark", "host": host})
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", connection)
-    with pytest.raises(BroadwayError, match=rf"{re.escape(what)}.*Connect is not supported yet"):
+    with pytest.raises(BroadwayError, match=rf"{re.escape(what)}.*set remote='sc://"):
         world.execute(**more)
     assert world.commands == []
     assert world.run.files.list("work") == []

@@ -42,12 +42,12 @@ def test_changed_work_file_imports_nothing(tmp_path, monkeypatch, caplog, digest
     assert "planted" not in sys.modules
 
 
-def test_spark_connect_is_refused(tmp_path, monkeypatch, caplog):
+def test_spark_connect_without_remote_is_refused(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SPARK_REMOTE", "sc://spark.example")
     work = work_file(tmp_path, "shop:Orders")
     arguments = ["--run", f"file://{tmp_path}", "--work", paths.of_try("t", 1)]
     assert job.main([*arguments, "--sha256", work.digest]) == REFUSED
-    assert "SPARK_REMOTE is set for the driver: Spark Connect is not supported yet" in caplog.text
+    assert "SPARK_REMOTE is set for the driver: to use Spark Connect, set remote=" in caplog.text
 
 
 @pytest.mark.parametrize(("version", "fits"), [("3.4.9", False), ("3.5.0", True)])
