@@ -223,7 +223,7 @@ def test_server_reads_a_bucket(tmp_path, server, monkeypatch):
             assert run_work(opened, bucket.uri, bucket.arrow, work, arrow=bucket.arrow) == 0
         finally:
             opened.close()
-        bucket.files = bucket.arrow
+        bucket.files = bucket.arrow  # type: ignore[assignment]
         outcomes = bucket.outcomes("default").values()
         assert [(made.successful, made.failed) for made in outcomes] == [(4, 1), (4, 1)]
 
