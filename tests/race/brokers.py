@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pika
 
@@ -67,30 +67,13 @@ WRAPS: dict[str, Wrap] = {
 }
 
 
-class Broker(Protocol):
-    """A server on this machine, and its operations without any peer."""
-
-    url: str
-    #: The Airflow connection of it, in Airflow's JSON form.
-    connection: dict[str, Any]
-
-    def has(self, queue: str) -> bool:
-        """Creates a queue, or returns whether its peer has declared it."""
-        ...
-
-    def send(self, queue: str, numbers: Iterable[int], wrap: Wrap) -> None:
-        """Sends messages, and returns once the broker has them."""
-        ...
-
-    def left(self, queue: str) -> int:
-        """Returns the messages that are not acknowledged."""
-        ...
-
-    def stop(self) -> None: ...
-
-
 class RabbitMQ:
-    """RabbitMQ; the peers declare their queues, each as its client does."""
+    """RabbitMQ; the peers declare their queues, each as its client does.
+
+    This and the other brokers have ``connection`` in Airflow's JSON form; ``has``, which creates a
+    queue or returns whether its peer has declared it; ``send``, which returns once the broker has
+    the messages; ``left``, the messages that are not acknowledged; and ``stop``.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._server = RabbitServer.start(folder)
@@ -177,3 +160,6 @@ def in_tens(numbers: Iterable[int]) -> Iterator[list[int]]:
     rest = iter(numbers)
     while ten := list(islice(rest, 10)):
         yield ten
+
+
+Broker = RabbitMQ | Kafka | Sqs

@@ -24,6 +24,10 @@ _COLUMNS = {
     "doubled": "doubled",
     "lines": "lines",
 }
+_SECTION = """## {title}: {messages:,} messages
+
+{at}; medians of {tries}, at most {kills} kills (seed {seed}); a load average of {load} at the end.
+"""
 HEAD = f"{'peer':<36}" + "".join(f"{title:>9}" for title in list(_COLUMNS.values())[1:])
 
 Row = Mapping[str, Any]
@@ -39,20 +43,26 @@ def _text(value: Any) -> str:
     return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def write(result: Mapping[str, Any], docs: Path) -> None:
-    """Writes the page and its plot."""
-    rows: Sequence[Row] = result["figures"]
-    parts = [Path(__file__).with_suffix(".md").read_text("utf-8").format(**result)]
+def write(results: Mapping[str, Any], docs: Path) -> None:
+    """Writes the page and its plot.
+
+    :param results: By broker.
+    """
+    parts = [Path(__file__).with_suffix(".md").read_text("utf-8")]
+    rows: list[Row] = []
+    left_out: dict[str, str] = {}
     for broker, title in TITLES.items():
-        lanes = [row for row in rows if row["broker"] == broker]
-        if lanes:
-            parts += [f"## {title}: {lanes[0]['messages']:,} messages\n", _table(lanes)]
+        if broker in results:
+            result = results[broker]
+            parts += [_SECTION.format(title=title, **result), _table(result["figures"])]
+            rows += result["figures"]
+            left_out |= result["left_out"]
     parts.append("## Configuration of each peer\n\n| peer | release | |\n|---|---|---|")
     seen = {(row["name"], row["version"], row["settings"]): None for row in rows}
     parts += [f"| {name} | {version} | {_code(settings)} |" for name, version, settings in seen]
-    if result["left_out"]:
+    if left_out:
         parts.append("\nLeft out:\n")
-        parts += [f"- {name}: {reason}." for name, reason in result["left_out"].items()]
+        parts += [f"- {name}: {reason}." for name, reason in left_out.items()]
     (docs / "race.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
     (docs / "race.svg").write_text(plot(rows), encoding="utf-8")
 

@@ -34,11 +34,11 @@ VENV = ROOT / "build" / "race" / ".venv"
 JARS = ROOT / "build" / "spark-kafka"
 
 #: Seconds without a new row, and without an acknowledgement, after which a peer is given up.
-PATIENCE = 90.0
+PATIENCE = 240.0
 #: Seconds without a new row after which a drained queue means that rows are lost.
 SETTLED = 3.0
 #: The paced pass: messages a second, and seconds.
-RATE, SECONDS = 200, 15
+RATE, SECONDS = 200, 10
 
 
 class Peer(NamedTuple):
@@ -137,6 +137,7 @@ class Lane:
             "RACE_JARS": str(JARS / "*.jar"),
             "AWS_DEFAULT_REGION": REGION,
             **{name.upper(): value for name, value in KEY.items()},
+            "AIRFLOW_CONN_RACE": json.dumps(self.broker.connection),
             VARIABLE: json.dumps({"race": {"conn_id": "race", **self.broker.connection}}),
         }
         with (self.folder / "log").open("ab") as log:
@@ -230,7 +231,10 @@ class Lane:
 
     def count(self, sent: int) -> Counted:
         """Counts the rows of this pass."""
-        return count_rows((n - self.base for n in self.rows.numbers(self.seen)), sent)
+        try:
+            return count_rows((n - self.base for n in self.rows.numbers(self.seen)), sent)
+        except ValueError as error:  # of an earlier pass
+            raise Failed(str(error)) from error
 
     def tail(self) -> str:
         """Returns the last line of its log."""

@@ -14,12 +14,12 @@ import pytest
 
 from tests.rabbitmq_fixtures import skip_without_own_server
 from tests.race import page
-from tests.race.__main__ import PEERS, Race
+from tests.race.__main__ import OURS, PEERS, Race
 from tests.race.brokers import WRAPS, RabbitMQ, payload
 from tests.race.counting import Counted, Rows, count_rows
 from tests.race.passes import PEERS as FOLDER
 
-LOOP, OURS = "pika loop", "airflow-broadway"
+LOOP = "pika loop"
 
 
 def write(folder: Path, name: str, *numbers: int, sent: float = 0.0) -> None:
@@ -65,6 +65,7 @@ def test_rows_of_spark_are_visible_once_its_log_lists_their_file(tmp_path):
 
 def test_latency_is_from_sending_until_the_file_is_visible(tmp_path):
     write(tmp_path, "hidden.tmp", 0, sent=time.time() - 60)
+    os.utime(tmp_path / "hidden.tmp", (0, 0))
     os.rename(tmp_path / "hidden.tmp", tmp_path / "a.parquet")
 
     [seconds] = Rows(tmp_path).latencies()
@@ -91,15 +92,15 @@ def test_page_and_plot_show_each_peer(tmp_path):
         "broker": "kafka",
         "version": "1",
         "settings": "``x``",
-        "messages": 10,
         "rate": 5,
         "ratio": 0.5,
         "cpu": 1.0,
         "p50": 0.1,
         "p99": 0.2,
     }
-    about = {"at": "now", "seed": 1, "tries": 1, "kills": 1, "load": 0.1}
-    page.write({**about, "figures": [row], "left_out": {"c": "it ended"}}, tmp_path)
+    about = {"at": "now", "load": 0.1, "messages": 10, "tries": 1, "kills": 1, "seed": 1}
+    result = {**about, "figures": [row], "left_out": {"c": "it ended"}}
+    page.write({"kafka": result}, tmp_path)
 
     text = (tmp_path / "race.md").read_text("utf-8")
     assert "| a & b | 5 | 0.5 | 1.0 | 0.1 | 0.2 | 9 | 9 | 9 | 9 |" in text
