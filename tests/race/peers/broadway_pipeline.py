@@ -1,5 +1,5 @@
 """A pipeline with one Python batcher of 10,000 messages and the sink ``ParquetFolder``; the other
-options are defaults.  A run receives for 2 seconds, or until the queue has been empty for 0.2."""
+options are defaults.  A run receives for 5 seconds, or until the queue has been empty for 0.2."""
 
 import json
 import os
@@ -18,7 +18,7 @@ PRODUCERS = {
     ),
     "sqs": lambda: SqsProducer(queue_name=QUEUE, conn_id="race", receive_concurrency=10),
 }
-BUDGET = {"max_seconds": 2.0, "wait_seconds": 2.0, "idle_seconds": 0.2}
+BUDGET = {"max_seconds": 5.0, "wait_seconds": 2.0, "idle_seconds": 0.2}
 
 
 class Rows(Broadway):
