@@ -94,7 +94,7 @@ class Race:
             return None
         name = "".join(letter if letter.isalnum() else "-" for letter in peer.name)
         folder = self._folder / f"{peer.broker}-{name}"
-        lane = Lane(peer, self._broker, folder, random.Random(self._seed))
+        lane = Lane(peer, self._broker, folder, random.Random(f"{self._seed} {peer.name}"))
         return lane if self._try(lane, [lane], Lane.prepare) else None
 
     def _try(self, lane: Lane, lanes: list[Lane], work: Callable[[Lane], Any]) -> Any:

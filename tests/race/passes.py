@@ -262,11 +262,15 @@ class Lane:
         return Clean(self.ended - began, self.first, cpu, *self.count(count))
 
     def killed(self, count: int, clean: Clean, kills: int) -> Counted:
-        """A pass with at most so many ``kill -9``, each at a random instant of a life."""
+        """A pass with at most so many ``kill -9``, each at a random instant of a life.
+
+        On average a life does that part of the work which leaves some for the last one.
+        """
         self.begin(count)
+        longest = clean.first + (clean.seconds - clean.first) * 2 / (kills + 1)
         for number in range(kills + 1):
             self.start()
-            life = self.random.uniform(clean.first / 2, clean.seconds)
+            life = self.random.uniform(clean.first / 2, longest)
             drained = False
             try:
                 end = time.monotonic() + life if number < kills else math.inf
