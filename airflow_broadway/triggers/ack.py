@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
-from asgiref.sync import sync_to_async
 
 __all__ = ["BroadwayAckTrigger"]
 
@@ -62,6 +61,7 @@ class BroadwayAckTrigger(BaseTrigger):
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
         from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
+        from asgiref.sync import sync_to_async
 
         count = sync_to_async(RuntimeTaskInstance.get_ti_count)
         waited = 0.0

@@ -96,11 +96,45 @@ def test_parsing_a_dag_loads_no_module_of_tasks():
     check_imports([path.stem for path in dags.glob("*.py")], barred, PYTHONPATH=str(dags))
 
 
-def test_tasks_load_arrow_only_with_messages():
+#: A run on an empty queue: the work of ``process`` and ``ack``, and that of a run in one task.
+EMPTY_RUN = """
+from airflow_broadway import Batcher, Broadway
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.runs.ports import Ports, Task
+from airflow_broadway.runs.tasks import ProcessTask, UnstagedTask
+from airflow_broadway.runs.watch import RunWatcher
+from airflow_broadway.staging.run_folder import StagedRun
+from airflow_broadway.staging.store import Store
+
+
+class Empty(Broadway):
+    producer = SqliteProducer(queue="empty", path="{folder}/queue.db")
+    batchers = {{"default": Batcher(engine="python")}}
+
+    def handle_message(self, processor, message, context):
+        return message
+
+    def handle_batch(self, batcher, messages, batch_info, context):
+        return messages
+
+
+with SqliteQueue("{folder}/queue.db", "empty") as queue:
+    queue.create()
+for kind, run_id in ((ProcessTask, "staged"), (UnstagedTask, "unstaged")):
+    store = Store.open("file://{folder}/staging")
+    run = StagedRun(store, pipeline="Empty", dag_id="empty", run_id=run_id, airflow="")
+    task = Task(dag_id="empty", run_id=run_id, task_id="process")
+    budget = Budget(idle_seconds=0.0)
+    assert kind(run, Empty(), task, Ports(), budget=budget).run().reference["received"] == 0
+    assert RunWatcher(run, Empty()).look(over=True)["balanced"]
+"""
+
+
+def test_a_run_without_messages_loads_no_arrow(tmp_path):
     # It takes longer to load than all of this package.
-    names = ("process", "settle", "sweep", "tasks", "watch")
-    modules = [f"airflow_broadway.runs.{name}" for name in names]
-    check_imports(modules, ["numpy", "pandas", "pyarrow"])
+    (tmp_path / "empty_run.py").write_text(EMPTY_RUN.format(folder=tmp_path))
+    check_imports(["empty_run"], ["numpy", "pandas", "pyarrow"], PYTHONPATH=str(tmp_path))
 
 
 def test_local_staging_loads_no_file_systems_of_providers(tmp_path):
