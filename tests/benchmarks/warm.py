@@ -2,7 +2,7 @@
 
 A real scheduler and triggerer of Airflow.  Row and queue are looked at from outside, every 20 ms.
 ``warm.<shape>.<queue>.<table>`` are seconds since the message was sent, ``…to.<mark>`` the parts
-between one mark and the next: ``seen`` by the trigger, ``event`` stored, run ``queued`` and
+between one mark and the next: the backlog's ``event`` stored, run ``queued`` and
 ``running``, each task ``….queued`` and ``….started``, ``handled`` by the callback, ``row`` visible,
 ``acked``.
 The first runs of a DAG are discarded: they find no queue, and no trigger yet.
@@ -165,7 +165,6 @@ class Case:
         [event] = self._airflow.api("GET", f"{runs}/{run_id}/upstreamAssetEvents")["asset_events"]
         run = self._airflow.dag_run(self._dag_id, run_id)
         times = {
-            "seen": event["extra"]["payload"]["at"],
             "event": event["timestamp"],
             "queued": run["queued_at"],
             "running": run["start_date"],
