@@ -29,6 +29,7 @@ import pika
 from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
+from scripts.spark_connect import ConnectServer
 from tests.benchmarks.figures import Figures, folder_of_its_own, median
 from tests.rabbitmq_server import RabbitServer
 
@@ -40,6 +41,7 @@ CASES = (
     ("staged", "sqlite", "parquet"),
     ("staged", "sqlite", "delta"),
     ("staged", "rabbitmq", "parquet"),
+    ("connect", "sqlite", "parquet"),
 )
 LIVE = (("run", "rabbitmq", "parquet"), ("staged", "rabbitmq", "parquet"))
 #: Messages per second of ``warm.live``, and messages of one call to send.
@@ -47,7 +49,12 @@ RATE, AT_ONCE = 1_000, 50
 #: Runs whose figures are discarded.
 COLD = 2
 #: The tasks in order, of each shape.
-TASKS = {"run": ("run",), "staged": ("broadway.process", "broadway.batch.default")}
+_STAGES = ("broadway.process", "broadway.batch.default")
+TASKS = {
+    "run": ("run",),
+    "staged": _STAGES,
+    "connect": (*_STAGES, "broadway.handle_batches"),
+}
 _DAGS = Path(__file__).parent / "warm_dags"
 
 
@@ -291,7 +298,10 @@ def _world() -> Iterator[World]:
         sqlite = {"conn_type": "broadway_sqlite", "host": str(folder / "queue.db")}
         env["AIRFLOW_CONN_WARM_SQLITE"] = json.dumps(sqlite)
         env["AIRFLOW_CONN_WARM_RABBITMQ"] = json.dumps(server.connection())
-        with LocalAirflow(env, folder / "logs") as airflow:
+        connect = ConnectServer(folder / "connect")
+        spark = {"conn_type": "spark_connect", "host": "127.0.0.1", "port": connect.port}
+        env["AIRFLOW_CONN_WARM_CONNECT"] = json.dumps(spark)
+        with connect, LocalAirflow(env, folder / "logs") as airflow:
             yield World(airflow, server, folder)
 
 

@@ -1,7 +1,7 @@
 """The DAGs of ``make bench ARGS="--only warm"``: events of a backlog start each of them.
 
-``<shape>_<queue>_<table>``: ``run`` is one task, ``staged`` is process, batch and ack; ``bare``
-does nothing.
+``<shape>_<queue>_<table>``: ``run`` is one task, ``staged`` is process, batch and ack, ``connect``
+runs its batch on a Spark Connect server; ``bare`` does nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, Asset, AssetWatcher
+from warm_connect import Connected
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, backlog
 from airflow_broadway.operators.run import BroadwayRunOperator
@@ -76,6 +77,14 @@ for shape, queue, table in product(SECONDS, PRODUCERS, SINKS):
     with DAG(name, schedule=watched, catchup=False, max_active_runs=1, **ARGS) as dag:
         BroadwayRunOperator(task_id="run", pipeline=warm, **budget)
     globals()[f"{name}_dag"] = dag
+
+connected = Connected().dag(
+    "connect_sqlite_parquet",
+    schedule=backlog(min_messages=1, poke_interval=POLL),
+    process={"idle_seconds": 0.2, "max_seconds": 2.0},
+    spark={"conn_id": "warm_connect"},
+    **ARGS,
+)
 
 with DAG("bare", schedule=None, **ARGS):
     PythonOperator(task_id="nothing", python_callable=lambda: None)
