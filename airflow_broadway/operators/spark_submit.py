@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 import tempfile
 import uuid
@@ -59,11 +60,14 @@ __all__ = ["BroadwaySparkSubmitOperator"]
 #: The type of connections to Spark Connect servers.
 CONNECT = SparkConnectHook.conn_type
 #: Arguments that only spark-submit has.
-_SUBMIT_ONLY = inspect.signature(SparkSubmitOperator.__init__).parameters.keys() - {
-    *("self", "kwargs", "application", "application_args", "java_class", "conn_id", "name"),
-    *("conf", "py_files", "files", "archives", "env_vars"),
-    *("openlineage_inject_parent_job_info", "openlineage_inject_transport_info"),
-}
+_SUBMIT_ONLY = [
+    parameter
+    for name, parameter in inspect.signature(SparkSubmitOperator.__init__).parameters.items()
+    if name not in ("self", "kwargs", "application", "application_args", "java_class", "conn_id")
+    and name not in ("name", "conf", "py_files", "files", "archives", "env_vars", "durable")
+]
+#: Settings that a session takes, and that have no effect there.
+_SERVER_CONF = re.compile(r"spark\.(hadoop|yarn|kubernetes)\..*|spark\.remote|spark\.api\.mode")
 
 
 class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
@@ -125,9 +129,6 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         check_submission(kwargs)
         if remote is not None and "conn_id" in kwargs:
             raise OptionsError("remote", "no value beside conn_id", remote)
-        self._submit_only = sorted(_SUBMIT_ONLY & kwargs.keys())
-        if remote is not None and "{{" not in remote:
-            self._check_connect(remote)
         for name in ("application", "application_args", "java_class"):
             if kwargs.get(name):
                 raise OptionsError(
@@ -147,6 +148,8 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         self.check_pipeline = check_pipeline
         self.staging_client = staging_client
         self.remote = remote
+        if remote is not None and "{{" not in remote:
+            self._check_connect(remote)
         self.max_applications = max_applications
 
     def execute(  # type: ignore[override] # the parent returns nothing
@@ -382,8 +385,8 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         # The parent calls this when it has completed ``conf``.
         from airflow_broadway.submit.hook import ConnectHook
 
-        url = self._chosen.master
-        hook = ConnectHook(url) if url.startswith("sc:") else super()._get_hook()
+        connect = self._chosen.master.startswith("sc:")
+        hook = ConnectHook() if connect else super()._get_hook()
         return hook if self._make_hook is None else self._make_hook(hook)
 
     def _choose_options(self, context: Context) -> Chosen:
@@ -465,11 +468,17 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         """
         if not url.startswith("sc://"):
             raise OptionsError("remote", "the URL of a Spark Connect server, sc://host:port", url)
-        if self._submit_only:
+        unset = object()
+        names = [
+            parameter.name
+            for parameter in _SUBMIT_ONLY
+            if getattr(self, parameter.name, getattr(self, f"_{parameter.name}", unset))
+            not in (unset, parameter.default)
+        ]
+        names += [f"conf.{name}" for name in self.conf or {} if _SERVER_CONF.fullmatch(name)]
+        if names:
             raise OptionsError(
-                self._submit_only[0],
-                "no value with Spark Connect: set it where the server is started",
-                "a value",
+                names[0], "no value with Spark Connect: set it where the server is started", "one"
             )
 
     @staticmethod

@@ -38,8 +38,8 @@ from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.text import many
-from airflow_broadway.spark.batch import Application, BatchRunner, SparkLost, Unreadable
-from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, Sessions
+from airflow_broadway.spark.batch import Application, BatchRunner, Unreadable
+from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, Sessions, SparkLost
 
 if TYPE_CHECKING:
     from airflow_broadway.spark.arrow import ArrowFiles

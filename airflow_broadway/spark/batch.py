@@ -47,7 +47,7 @@ from airflow_broadway.core.text import cut, many
 from airflow_broadway.spark.entries import Counts, Judge
 from airflow_broadway.spark.frame import BatchFrames
 from airflow_broadway.spark.results import Failed, Outcomes, read, read_rows
-from airflow_broadway.spark.session import Sessions
+from airflow_broadway.spark.session import Sessions, SparkLost
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -56,10 +56,6 @@ if TYPE_CHECKING:
     from airflow_broadway.spark.arrow import ArrowFiles
 
 log = logging.getLogger(__name__)
-
-
-class SparkLost(BroadwayError):
-    """Spark is lost: running batches have no outcome."""
 
 
 class Stopped(BroadwayError):
@@ -114,7 +110,7 @@ class Application:
         """
         if self.stopping():
             raise Stopped("the application was stopped") from cause
-        loss = self.sessions.why_lost()
+        loss = self.sessions.why_lost(cause)
         if loss:
             raise SparkLost(loss) from cause
 

@@ -8,9 +8,10 @@ killed in the batch.
 
 from __future__ import annotations
 
+import atexit
 import json
-import logging
 import re
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,19 +21,24 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import PipelineError
-from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.log_context import keep_ids
-from airflow_broadway.spark.session import SETTINGS
+from airflow_broadway.spark.session import SETTINGS, SparkLost
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-log = logging.getLogger("airflow_broadway.spark")
 
 #: The variable of a driver that describes its server: the URL may include a token.
 VARIABLE = "AIRFLOW_BROADWAY_CONNECT"
 #: For about a minute a call is tried again, in milliseconds: a server may be started again.
 RETRIES: Mapping[str, Any] = {"max_retries": 10, "max_backoff": 10_000}
+#: A server whose host has vanished is noticed after five minutes; Spark refuses shorter intervals.
+KEEPALIVE = [("grpc.keepalive_time_ms", 300_000), ("grpc.keepalive_timeout_ms", 20_000)]
+#: Seconds between two uses of a session.
+KEEP_INTERVAL = 300.0
+#: Errors of a connection, as gRPC writes them.
+_BROKEN = ("UNAVAILABLE", "StatusCode.CANCELLED", "RST_STREAM", "GOAWAY", "DEADLINE_EXCEEDED")
+#: Held while ``sys.path`` changes.
+_PATH = threading.Lock()
 #: The timeout for a server to accept a connection, in seconds.
 TIMEOUT = 20.0
 
@@ -73,17 +79,18 @@ def address_of(url: str) -> str:
 class ConnectSessions:
     """Sessions on a Spark Connect server; see :class:`airflow_broadway.spark.session.Sessions`.
 
-    :param run: The run's folder, and the id of its root: other hosts may have the same folder.
+    :param tries: The number of each try of the work, in order, this one last → text that identifies
+        its work everywhere.
     :raises PipelineError: If the server does not answer, or its Spark is older than the client's.
     """
 
-    def __init__(self, server: Server, run: str, work: Work) -> None:
+    def __init__(self, server: Server, tries: Mapping[int, str]) -> None:
         self._server = server
-        self._name = f"{run}/{work.name}"
-        self._try = work.try_number
+        *self._earlier, self._name = tries.values()
         #: Batch → its session.  Sessions are opened and released by the threads of batches.
-        self._open_sessions: dict[str, Any] = {}
+        self._sessions: dict[str, Any] = {}
         self._own = threading.local()
+        self._closed = threading.Event()
         self._check_server()
         #: The application's own session.
         self.main = self._open("")
@@ -92,6 +99,7 @@ class ConnectSessions:
         except BaseException:
             self.close()
             raise
+        threading.Thread(target=self._keep, name="keep-sessions", daemon=True).start()
 
     @property
     def application_id(self) -> str:
@@ -100,25 +108,33 @@ class ConnectSessions:
     def open(self, batch_id: str, description: str, pool: str) -> SparkSession:
         self._release(getattr(self._own, "batch_id", ""))
         self._own.batch_id = batch_id
-        session = self._open_sessions[batch_id] = self._open(batch_id)
-        self._prepare(session)
+        try:
+            session = self._sessions[batch_id] = self._open(batch_id)
+            self._prepare(session)
+        except Exception as error:
+            raise SparkLost(self._lost(error)) from error
         session.addTag(batch_id)
         return session  # type: ignore[no-any-return]
 
     def cancel(self, batch_id: str) -> None:
-        session = self._open_sessions.get(batch_id)
+        session = self._sessions.get(batch_id)
         if session is not None:
             with suppress(Exception):
                 session.interruptAll()
 
-    def why_lost(self) -> str:
+    def why_lost(self, cause: BaseException | None = None) -> str:
+        if cause is not None and _is_of_transport(cause):
+            return self._lost(cause)  # even if the server is back: the batch has not failed
         # Of the thread's batch: a server that was started again has none of the sessions.
-        session = self._open_sessions.get(getattr(self._own, "batch_id", ""), self.main)
+        session = self._sessions.get(getattr(self._own, "batch_id", ""), self.main)
         try:
             session.conf.get("spark.sql.session.timeZone")
         except Exception as error:
-            return f"the Spark Connect server {self._server.address} is lost ({_reason(error)})"
+            return self._lost(error)
         return ""
+
+    def _lost(self, error: BaseException) -> str:
+        return f"the Spark Connect server {self._server.address} is lost ({_reason(error)})"
 
     def make_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         return threading.Thread(target=keep_ids(target), name=name, daemon=True)
@@ -128,35 +144,38 @@ class ConnectSessions:
         occupy each core of the server; best effort.
         """
         from pyspark.sql.connect.client import SparkConnectClient
-        from pyspark.sql.connect.client.retries import DefaultPolicy
 
-        for number, batch_id in product(range(1, self._try), ["", *batch_ids]):
+        for name, batch_id in product(self._earlier, ["", *batch_ids]):
             with suppress(Exception):
-                client = SparkConnectClient(self._url(number, batch_id))
-                client.set_retry_policies([DefaultPolicy(max_retries=0)])
-                try:
-                    client.release_session()
-                finally:
-                    client.close()
+                _release(SparkConnectClient(self._channel(name, batch_id)))
 
     def close(self) -> None:
         """Releases all sessions; their jobs end."""
-        for batch_id in list(self._open_sessions):
+        self._closed.set()
+        for batch_id in list(self._sessions):
             self._release(batch_id)
-        _stop(self.main)
+        _release(self.main.client)
 
     def _release(self, batch_id: str) -> None:
-        session = self._open_sessions.pop(batch_id, None)
+        session = self._sessions.pop(batch_id, None)
         if session is not None:
-            _stop(session)
+            _release(session.client)
 
     # ----------------------------------------------------------------------------------------------
 
+    def _keep(self) -> None:
+        """Uses the sessions periodically: the server closes one that is not used for an hour, as
+        while a callback waits for another system.
+        """
+        while not self._closed.wait(KEEP_INTERVAL):
+            for session in [self.main, *self._sessions.values()]:
+                with suppress(Exception):
+                    session.conf.get("spark.sql.session.timeZone")
+
     def _check_server(self) -> None:
         import grpc
-        from pyspark.sql.connect.client import DefaultChannelBuilder
 
-        channel = DefaultChannelBuilder(self._server.url).toChannel()
+        channel = self._channel(self._name, "").toChannel()
         try:
             grpc.channel_ready_future(channel).result(TIMEOUT)
         except grpc.FutureTimeoutError:
@@ -172,7 +191,8 @@ class ConnectSessions:
         from pyspark.sql.connect.client.retries import DefaultPolicy
         from pyspark.sql.connect.session import SparkSession
 
-        session: Any = SparkSession.builder.remote(self._url(self._try, batch_id)).create()
+        channel = self._channel(self._name, batch_id)
+        session: Any = SparkSession.builder.channelBuilder(channel).create()
         session.client.set_retry_policies([DefaultPolicy(**RETRIES)])
         return session
 
@@ -205,26 +225,61 @@ class ConnectSessions:
                     f" a session ({_reason(error)}): set it where the server is started, and remove"
                     " it from conf"
                 ) from error
-        for kind, paths in server.artifacts.items():
-            if paths:
-                session.addArtifacts(*paths, **{kind: True})
+        with _PATH:
+            before = list(sys.path)
+            for kind, paths in server.artifacts.items():
+                if paths:
+                    session.addArtifacts(*paths, **{kind: True})
+            sys.path[:] = before  # which has them already; else it grows with each session
 
-    def _url(self, number: int, batch_id: str) -> str:
-        session = uuid.uuid5(uuid.NAMESPACE_URL, f"{self._name}/{number}/{batch_id}")
-        url = self._server.url.rstrip(";/")
-        return f"{url}{';' if ';' in url else '/;'}session_id={session}"
+    def _channel(self, name: str, batch_id: str) -> Any:
+        """Returns the builder of the channel of a session."""
+        from pyspark.sql.connect.client import DefaultChannelBuilder
+
+        # A slash in a parameter, as of a token, would be one of the path.
+        url, _, parameters = self._server.url.rstrip("/").partition(";")
+        parameters = parameters.replace("/", "%2F")
+        if "user_id=" not in parameters:  # not that of the process, which differs by host
+            parameters += ";user_id=airflow-broadway"
+        session_id = uuid.uuid5(uuid.NAMESPACE_URL, f"{name}/{batch_id}")
+        text = f"{url.rstrip('/')}/;{parameters.strip(';')};session_id={session_id}"
+        try:
+            return DefaultChannelBuilder(text, channelOptions=KEEPALIVE)
+        except Exception:  # its text has the parameters, which may be secret
+            raise PipelineError(
+                f"the URL of the Spark Connect server {self._server.address} is not valid: expected"
+                " sc://host:port/;name=value;…, with special characters of values as %XX"
+            ) from None
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
-def _stop(session: Any) -> None:
+def _release(client: Any) -> None:
     """Releases a session; tried once, because the server may be gone."""
     from pyspark.sql.connect.client.retries import DefaultPolicy
 
-    session.client.set_retry_policies([DefaultPolicy(max_retries=0)])
-    session.stop()
+    client.set_retry_policies([DefaultPolicy(max_retries=0)])
+    with suppress(Exception):
+        client.release_session()
+    with suppress(Exception):
+        client.close()
+    atexit.unregister(client._on_exit)  # else each client is kept
+
+
+def _is_of_transport(error: BaseException) -> bool:
+    """Returns whether an error, or one from which it came, is of the connection to the server."""
+    from pyspark.errors.exceptions.connect import SparkConnectException
+
+    chain: BaseException | None = error
+    while chain is not None:
+        if type(chain).__name__ == "RetriesExceeded":
+            return True
+        if isinstance(chain, SparkConnectException) and any(code in str(chain) for code in _BROKEN):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
 
 
 def _reason(error: BaseException) -> str:

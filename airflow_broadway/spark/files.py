@@ -115,13 +115,17 @@ def check_executor(spark: Any, uri: str, path: str) -> None:
     if not is_remote(spark) and re.match(r"local(\[|$)", spark.sparkContext.master):
         return
     try:
-        spark.read.text(f"{uri}/{path}").first()
+        rows = spark.read.text(f"{uri}/{path}").limit(1)
+        # A server of Spark Connect has a Python of its own.
+        (
+            rows.mapInArrow(lambda batches: batches, "value string") if is_remote(spark) else rows
+        ).first()
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if "Exception: " in line]
+        lines = re.findall(r".*(?:Exception: |Error: |VERSION_MISMATCH).*", str(error))
         raise StagingError(
             f"an executor cannot read {uri}/{path} ({(lines or [str(error)])[-1].strip()}): every"
-            " host of the cluster must see the same staging root; set [broadway] staging to one"
-            " that they share"
+            " host of the cluster must see the same staging root (set [broadway] staging to one"
+            " that they share), and have this driver's minor version of Python"
         ) from error
 
 

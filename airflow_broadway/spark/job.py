@@ -24,8 +24,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
+from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import ARROW, AUTO, CLIENTS, HADOOP, Files
-from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.formats.work import Work, digest_of
 from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.reference import load_ref
@@ -177,8 +177,7 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
     work = _read_work(files, args)
     from airflow_broadway.spark.application import open_batches, run_work  # loads pyspark
 
-    root = BatchPlan.read(files, work.plans[0])[0].root_id if work.plans else ""
-    sessions = ConnectSessions(server, f"{uri}#{root}", work)
+    sessions = ConnectSessions(server, _tries(files, uri, work))
     try:
         log.info("Spark application %s; its UI: ", sessions.application_id)
         sessions.end_earlier(islice(open_batches(files, work), MOST_ENDED))
@@ -190,6 +189,16 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
     finally:
         with suppress(Exception):
             sessions.close()
+
+
+def _tries(files: Files, uri: str, work: Work) -> dict[int, str]:
+    """Returns the tries of a work, each with text that no other work has."""
+    tries: dict[int, str] = {}
+    for number in range(1, work.try_number + 1):
+        with suppress(FileNotFoundError):
+            digest = digest_of(files.read(paths.of_try(work.name, number)))
+            tries[number] = f"{uri}/{work.name}/{number}/{digest}"
+    return tries
 
 
 def _open_arrow(uri: str, options: Mapping[str, Any]) -> ArrowFiles:

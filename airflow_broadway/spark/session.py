@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.errors import BroadwayError, PipelineError
 from airflow_broadway.core.log_context import keep_ids
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ def _silence_pools(session: Any) -> None:
         log4j.core.config.Configurator.setLevel(name, log4j.Level.ERROR)
 
 
+class SparkLost(BroadwayError):
+    """Spark is lost: running batches have no outcome."""
+
+
 class Sessions(Protocol):
     """The sessions of an application; used from many threads."""
 
@@ -83,8 +87,11 @@ class Sessions(Protocol):
     def cancel(self, batch_id: str) -> None:
         """Cancels the jobs of a batch; best effort."""
 
-    def why_lost(self) -> str:
-        """Returns why Spark is lost; empty while it is usable."""
+    def why_lost(self, cause: BaseException | None = None) -> str:
+        """Returns why Spark is lost; empty while it is usable.
+
+        :param cause: The error for which this is asked.
+        """
 
     def make_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         """Creates a daemon thread that may start Spark jobs."""
@@ -114,7 +121,7 @@ class ClassicSessions:
         with suppress(Exception):
             self._spark.sparkContext.cancelJobGroup(batch_id)
 
-    def why_lost(self) -> str:
+    def why_lost(self, cause: BaseException | None = None) -> str:
         spark: Any = self._spark
         try:
             if spark._jsc.sc().isStopped():  # there is no public way to ask

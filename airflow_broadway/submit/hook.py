@@ -31,18 +31,11 @@ def _ignore(application_id: str, ui: str) -> None:
 
 
 class ConnectHook(SparkSubmitHook):
-    """The provider's hook for an application on a Spark Connect server; needs no connection.
-
-    :param url: The server's.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        super().__init__()
+    """The provider's hook for an application on a Spark Connect server; needs no connection."""
 
     def _resolve_connection(self) -> dict[str, Any]:
         names = ("keytab", "namespace", "principal", "queue", "spark_binary")
-        return {**dict.fromkeys(names), "master": self._url, "deploy_mode": "client"}
+        return {**dict.fromkeys(names), "master": "sc:", "deploy_mode": "client"}
 
 
 class SubmitHook(SparkSubmitHook):

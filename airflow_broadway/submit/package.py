@@ -115,6 +115,11 @@ def check_remote(files: Mapping[str, str]) -> None:
                 )
 
 
+def import_path(py_files: Sequence[str]) -> list[str]:
+    """Returns what must be on the import path for local Python files."""
+    return [str(Path(file).parent) if file.endswith(".py") else file for file in py_files]
+
+
 def check_import(
     ref: Mapping[str, object], shipment: Shipment, *, py_files: Sequence[str] = (), python: str = ""
 ) -> list[str]:
@@ -126,8 +131,7 @@ def check_import(
     :returns: Warnings.
     :raises PipelineError: Naming what cannot be imported, and the way out.
     """
-    path = [str(shipment.zip)]
-    path += [str(Path(file).parent) if file.endswith(".py") else file for file in py_files]
+    path = [str(shipment.zip), *import_path(py_files)]
     path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     # Not on the command line, which is world-readable: options are rendered and may be secret.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.spark.connect import VARIABLE, Server
 from airflow_broadway.spark.files import s3a_settings
 from airflow_broadway.spark.job import CLIENT_VARIABLE
@@ -29,6 +30,7 @@ from airflow_broadway.submit.package import (
     Shipment,
     check_import,
     check_remote,
+    import_path,
     publish,
     ship,
 )
@@ -163,6 +165,9 @@ def _prepare_connect(
     if check:
         _check(ref, shipment, own)
     code = [str(shipment.zip), *own]
+    for option, files in {"py_files": chosen.py_files, **chosen.files}.items():
+        if "://" in files or (option == "py_files" and ".whl" in files):
+            raise OptionsError(option, "local files, of Python .py, .zip or .egg", files)
     server = Server(
         url=chosen.master,
         conf={name: str(value) for name, value in chosen.conf.items()},
@@ -172,7 +177,12 @@ def _prepare_connect(
             "archive": _paths(chosen.files.get("archives")),
         },
     )
-    path = [*code, variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+    inherited = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    path = [
+        str(shipment.zip),
+        *import_path(own),
+        inherited,
+    ]
     variables = variables | {
         VARIABLE: server.dumps(),
         "SPARK_CONNECT_MODE_ENABLED": "1",

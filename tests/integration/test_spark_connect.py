@@ -14,7 +14,6 @@ import pytest
 from airflow.providers.common.compat.sdk import AirflowException
 
 from airflow_broadway.core.errors import OptionsError, PipelineError
-from airflow_broadway.core.formats.work import Work
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.connect import ConnectSessions, Server
@@ -217,7 +216,7 @@ def test_server_reads_a_bucket(tmp_path, server, monkeypatch):
         )
         work = bucket.work(Counting, plan)
         bucket.upload()
-        opened = ConnectSessions(Server(url=server.url), bucket.uri, work)
+        opened = ConnectSessions(Server(url=server.url), {1: bucket.uri})
         try:
             bucket.arrow.check_executor(opened.main, f"{plan.path}/plan.jsonl")
             assert run_work(opened, bucket.uri, bucket.arrow, work, arrow=bucket.arrow) == 0
@@ -232,10 +231,7 @@ def test_server_reads_a_bucket(tmp_path, server, monkeypatch):
 
 
 def sessions(url, **server):
-    work = Work(
-        name="t", try_number=1, pipeline={}, run={}, plans=[], package_version="", only=None
-    )
-    return ConnectSessions(Server(url=url, **server), f"file:///{uuid.uuid4()}", work)
+    return ConnectSessions(Server(url=url, **server), {1: str(uuid.uuid4())})
 
 
 def test_absent_server(monkeypatch):
@@ -280,6 +276,9 @@ def test_arguments_of_spark_submit_are_refused_while_the_dag_is_parsed(lake):
         ({"remote": "sc://host", "conn_id": "spark"}, "remote"),
         ({"remote": "sc://host", "executor_memory": "1g"}, "executor_memory"),
         ({"remote": "sc://host", "jars": "a.jar"}, "jars"),
+        ({"remote": "sc://host", "default_args": {"packages": "a:b:1"}}, "packages"),
+        ({"remote": "sc://host", "conf": {"spark.hadoop.a": "b"}}, "conf.spark.hadoop.a"),
+        ({"remote": "sc://host", "conf": {"spark.remote": "sc://b"}}, "conf.spark.remote"),
     ):
         with pytest.raises(OptionsError, match=f"option {name!r}"):
             lake.operator(**arguments)

@@ -15,7 +15,7 @@ from typing import Any
 
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG, Asset, AssetWatcher
-from warm_connect import Connected
+from warm_connect import Connected  # type: ignore[import-not-found]
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, backlog
 from airflow_broadway.operators.run import BroadwayRunOperator

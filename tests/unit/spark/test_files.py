@@ -49,7 +49,7 @@ def test_executor_without_the_staging_root_is_found_before_the_first_batch():
     lost = (
         "Job aborted\njava.io.FileNotFoundException: File file:/a/work/t.json does not exist\n at x"
     )
-    spark.read.text.return_value.first.side_effect = RuntimeError(lost)
+    spark.read.text.return_value.limit.return_value.first.side_effect = RuntimeError(lost)
     expected = (
         r"an executor cannot read file:///a/work/t.json .*does not exist\).*same staging root"
     )
