@@ -12,8 +12,10 @@ import grpc
 import psutil
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException
+from pyspark.errors.exceptions.connect import SparkConnectGrpcException
 
 from airflow_broadway.core.errors import OptionsError, PipelineError
+from airflow_broadway.core.model.sink import SinkError
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.connect import ConnectSessions, Server
@@ -202,6 +204,25 @@ def test_a_server_that_was_killed_and_started_again_loses_no_batch(lake, tmp_pat
             future.result(200.0)  # the next application of the same task
 
     assert lake.rows() == good(lake)
+
+
+def test_a_broken_connection_is_no_failure_of_its_batch(server):
+    # Given a sink that hides the error of Spark, whose connection is back by now
+    def write():
+        try:
+            raise SparkConnectGrpcException("status = StatusCode.UNAVAILABLE")
+        except SparkConnectGrpcException:
+            raise SinkError("the table cannot be written") from None
+
+    opened = sessions(server.url)
+    try:
+        with pytest.raises(SinkError) as raised:
+            write()
+        assert "is lost (SinkError" in opened.why_lost(raised.value)
+        # Then an error of another system is one of its batch
+        assert opened.why_lost(ConnectionError("StatusCode.UNAVAILABLE")) == ""
+    finally:
+        opened.close()
 
 
 @pytest.mark.slow
