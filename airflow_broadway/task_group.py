@@ -304,6 +304,7 @@ def make_dag(
     batch: Mapping[str, Any] | None = None,
     spark: Mapping[str, Any] | None = None,
     ack: Mapping[str, Any] | None = None,
+    run: Mapping[str, Any] | None = None,
     default_args: Mapping[str, Any] | None = None,
     staging: str | None = None,
     **kwargs: Any,
@@ -312,6 +313,8 @@ def make_dag(
 
     By default it has one active run and no catch-up: a live queue has no past intervals.
 
+    :param run: Arguments of :class:`BroadwayRunOperator`: the Dag is its one task, ``run``, instead
+        of the task group.
     :param kwargs: Their ``schedule`` may be what :func:`airflow_broadway.backlog` returns.
     """
     _check_arguments("dag", make_dag, DAG, kwargs)
@@ -327,6 +330,16 @@ def make_dag(
     # The UI shows the class's own docstring, not an inherited one.
     own = type(pipeline).__dict__.get("__doc__")
     given.setdefault("doc_md", cleandoc(own) if own else None)
+    if run is not None:
+        from airflow_broadway.operators.run import BroadwayRunOperator
+
+        stages = {"process": process, "batch": batch, "spark": spark, "ack": ack}
+        for name, value in stages.items():
+            if value is not None:
+                raise OptionsError(f"dag.{name}", "no value beside run, the only task", value)
+        with DAG(dag_id, default_args={**DEFAULT_ARGS, **(default_args or {})}, **given) as dag:
+            BroadwayRunOperator(task_id="run", pipeline=pipeline, staging=staging, **run)
+        return dag
     with DAG(dag_id, **given) as dag:
         make_task_group(
             pipeline,

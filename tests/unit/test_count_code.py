@@ -21,7 +21,7 @@ REACHED = {
     "submit/": 560,
     "testing/": 3_778,
     "triggers/": 209,
-    "*.py": 591,
+    "*.py": 601,
     "producers/engine/": 1_760,
     "producers/kafka/": 2_852,
     "producers/kit/": 490,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_249,
-    "tests and scripts": 71_985,
+    "package": 45_259,
+    "tests and scripts": 72_002,
 }
 
 MODULE = '''"""A module.

@@ -14,14 +14,12 @@ from itertools import product
 from typing import Any
 
 from airflow.providers.standard.operators.python import PythonOperator
-from airflow.sdk import DAG, Asset, AssetWatcher
+from airflow.sdk import DAG
 from warm_connect import Connected  # type: ignore[import-not-found]
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, backlog
-from airflow_broadway.operators.run import BroadwayRunOperator
 from airflow_broadway.producers import RabbitMQProducer, SqliteProducer
 from airflow_broadway.sinks import DeltaTable, ParquetFolder
-from airflow_broadway.triggers.backlog import BroadwayBacklogTrigger
 
 PRODUCERS: dict[str, Any] = {"sqlite": SqliteProducer, "rabbitmq": RabbitMQProducer}
 SINKS: dict[str, Any] = {"parquet": ParquetFolder, "delta": DeltaTable}
@@ -68,15 +66,9 @@ for shape, queue, table in product(SECONDS, PRODUCERS, SINKS):
     name = f"{shape}_{queue}_{table}"
     warm = pipeline(name, queue, table)
     budget = {"idle_seconds": 0.2, "max_seconds": SECONDS[shape]}
-    if shape == "staged":
-        schedule = backlog(min_messages=1, poke_interval=POLL)
-        globals()[f"{name}_dag"] = warm.dag(name, schedule=schedule, process=budget, **ARGS)
-        continue
-    trigger = BroadwayBacklogTrigger(warm, dag_id=name, min_messages=1, poke_interval=POLL)
-    watched = Asset(f"{name} backlog", watchers=[AssetWatcher(name="backlog", trigger=trigger)])
-    with DAG(name, schedule=watched, catchup=False, max_active_runs=1, **ARGS) as dag:
-        BroadwayRunOperator(task_id="run", pipeline=warm, **budget)
-    globals()[f"{name}_dag"] = dag
+    schedule = backlog(min_messages=1, poke_interval=POLL)
+    bounds: Any = {"process" if shape == "staged" else "run": budget}
+    globals()[f"{name}_dag"] = warm.dag(name, schedule=schedule, **bounds, **ARGS)
 
 connected = Connected().dag(
     "connect_sqlite_parquet",

@@ -284,6 +284,18 @@ def test_queued_run_counts_as_active(monkeypatch):
 # -- the schedule --------------------------------------------------------------------------------
 
 
+def test_backlog_starts_a_dag_of_one_task():
+    dag = Orders.dag("orders", schedule=backlog(min_messages=5), run={"max_messages": 7})
+
+    [task] = dag.tasks
+    assert (type(task), task.task_id, task.retries) == (BroadwayRunOperator, "run", 2)
+    assert task.max_messages == 7
+    [watcher] = dag.schedule.watchers
+    assert watcher.trigger.min_messages == 5
+    with pytest.raises(OptionsError, match=r"dag\.ack.*beside run"):
+        Orders.dag("orders", run={}, ack={})
+
+
 def test_backlog_schedules_a_dag_in_one_line():
     dag = Orders.dag("orders", schedule=backlog(min_messages=5, max_age=60), max_active_runs=3)
 
