@@ -16,6 +16,7 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError, ProducerUnavailable
 from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.tasks import ProcessTask, UnstagedTask
 from airflow_broadway.staging.run_folder import StagedRun
@@ -64,6 +65,24 @@ def test_a_tombstone_has_no_data(kafka, group):
     [message] = group.drain()
 
     assert (message.data, message.size, message.metadata["key"]) == (None, 0, "key")
+
+
+@on_apache_kafka
+def test_ends_are_read_beside_a_fetch_that_waits(kafka, tmp_path):
+    # Given a broker that answers a connection in order, and a fetch that waits there
+    settings = {"fetch.wait.max.ms": 30_000, "socket.timeout.ms": 3_000}
+    group = KafkaGroup(kafka, tmp_path, settings=settings)
+    group.fill(2)
+    cluster = Cluster(group.producer(), group.env(""))
+    try:
+        cluster.assign({(group.topic, 0): 0})
+        assert len(cluster.consume(2, 10.0)) == 2
+        assert cluster.consume(1, 0.5) == []
+
+        # Then this does not wait for its end
+        assert cluster.ends((group.topic, 0)) == (0, 2)
+    finally:
+        cluster.close()
 
 
 @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])

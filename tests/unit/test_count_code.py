@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_259,
-    "tests and scripts": 72_002,
+    "package": 45_264,
+    "tests and scripts": 72_016,
 }
 
 MODULE = '''"""A module.

@@ -124,6 +124,9 @@ class Cluster:
         self._sender: Any = None
         self._assigned = False
         self.consumer: confluent_kafka.Consumer = self._consumer()
+        #: A consumer without partitions.  A broker answers the requests of a connection in order, so
+        #: one of the consumer would wait for its fetch, half a second by default.
+        self._observer: Any = None
         self._timeout = self._seconds("socket.timeout.ms")
         #: Seconds for which a broker may delay a fetch response.
         self.fetch_wait = self._seconds("fetch.wait.max.ms")
@@ -217,8 +220,11 @@ class Cluster:
     def ends(self, place: Place) -> tuple[int, int]:
         """Returns the low watermark and the last stable offset of a partition."""
         partition = self._kafka.TopicPartition(*place)
+        if self._assigned and self._observer is None:
+            self._observer = self._consumer()
+        asked = self._observer or self.consumer
         ends: tuple[int, int] = self._send_request(
-            lambda: self.consumer.get_watermark_offsets(partition, timeout=self._timeout),
+            lambda: asked.get_watermark_offsets(partition, timeout=self._timeout),
             f"the ends of {place[0]}-{place[1]} cannot be read",
         )
         return ends
@@ -501,7 +507,8 @@ class Cluster:
 
     def close(self) -> None:
         """Releases connections.  Safe to repeat."""
-        self.consumer.close()
+        for consumer in filter(None, (self.consumer, self._observer)):
+            consumer.close()
         self._sender = None
 
 
