@@ -124,8 +124,8 @@ class Cluster:
         self._sender: Any = None
         self._assigned = False
         self.consumer: confluent_kafka.Consumer = self._consumer()
-        #: A consumer without partitions.  A broker answers the requests of a connection in order, so
-        #: one of the consumer would wait for its fetch, half a second by default.
+        #: A consumer without partitions.  A broker answers a connection in order: a request of the
+        #: consumer would wait for its fetch, half a second by default.
         self._observer: Any = None
         self._timeout = self._seconds("socket.timeout.ms")
         #: Seconds for which a broker may delay a fetch response.
