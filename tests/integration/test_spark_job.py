@@ -942,7 +942,7 @@ def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:
     stopped = mock.Mock()
     stopped._jsc.sc().isStopped.return_value = True
     loss = ClassicSessions(stopped).why_lost()
-    patch.setattr(ClassicSessions, "why_lost", lambda _: loss)
+    patch.setattr(ClassicSessions, "why_lost", lambda *_: loss)
     raise RuntimeError("cannot call methods on a stopped SparkContext")
 
 

@@ -19,7 +19,7 @@ REACHED = {
     "spark/": 1_958,
     "staging/": 4_352,
     "submit/": 560,
-    "testing/": 3_778,
+    "testing/": 3_793,
     "triggers/": 209,
     "*.py": 601,
     "producers/engine/": 1_760,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_264,
-    "tests and scripts": 72_016,
+    "package": 45_279,
+    "tests and scripts": 72_017,
 }
 
 MODULE = '''"""A module.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from airflow_broadway.core.model.connections import EnvironmentConnections
@@ -23,6 +24,23 @@ from airflow_broadway.staging.store import Store
 from airflow_broadway.testing.crashes.callbacks import TaskTimeOut
 from airflow_broadway.testing.crashes.interceptor import Interceptor
 from airflow_broadway.testing.crashes.spark import Driver, run_batches, submit
+
+# Tasks load these when they have messages.  Here the parent of their processes has them: loading
+# takes so long that a lease is extended in some runs, and not in others.
+for _name in (
+    "runs.dead_letter_table",
+    "runs.process",
+    "runs.python_batches",
+    "runs.sources.archived",
+    "runs.sources.past_run",
+    "staging.archive.publication",
+    "staging.archive.writer",
+    "staging.batch_reader",
+    "staging.isolation",
+    "staging.planner",
+    "staging.received",
+):
+    import_module(f"airflow_broadway.{_name}")
 
 #: The Dag of all runs.
 DAG = "crashes"
