@@ -19,12 +19,46 @@ from airflow_broadway.runs.spark_batches import SparkBatches
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged
 
+#: The begin of each module, after ``FOLDER``.  A row waits while the file ``wait`` is there.
+_HEAD = """
+import os, time
+from airflow_broadway import Batcher, Broadway, Rows
+from airflow_broadway.core.custody.producer import Producer
+from airflow_broadway.sinks import ParquetFolder
+from airflow_broadway.spark import failed
+
+
+def slowly(n: int) -> int:
+    with open(f"{FOLDER}/busy/{os.getpid()}", "a") as file:
+        file.write(f"{n}\\n")
+    while os.path.exists(f"{FOLDER}/wait"):
+        time.sleep(0.1)
+    return n
+
+
+class Lake(Broadway):
+    producer = Producer()
+    batchers = {
+        "default": Batcher(
+            schema="n bigint", concurrency=2, sink=ParquetFolder(path=f"{FOLDER}/lake")
+        )
+    }
+
+    def handle_message(self, processor, message, context):
+        return message
+
+    def handle_batch(self, batcher, messages, info, context):
+        from pyspark.sql import functions as F
+
+        n = F.udf(slowly, "bigint").asNondeterministic()
+"""
+
 
 class Lake:
     """A run of the pipeline ``lake_pipeline:Lake``, whose module only this process has on its path,
     and which writes the rows of its batches to the folder ``lake``.
 
-    :param code: The module; ``FOLDER`` in it is ``folder``.
+    :param code: The rest of its ``handle_batch``, for which ``n(column)`` is a slow function.
     """
 
     def __init__(
@@ -33,7 +67,7 @@ class Lake:
         self.folder, self.batches = folder, batches
         (folder / "code").mkdir()
         (folder / "busy").mkdir()
-        text = f"FOLDER = {str(folder)!r}\n{code}"
+        text = f"FOLDER = {str(folder)!r}\n{_HEAD}{code}"
         (folder / "code" / "lake_pipeline.py").write_text(text)
         patch.delitem(sys.modules, "lake_pipeline", raising=False)
         patch.syspath_prepend(str(folder / "code"))

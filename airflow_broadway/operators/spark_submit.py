@@ -468,17 +468,20 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         """
         if not url.startswith("sc://"):
             raise OptionsError("remote", "the URL of a Spark Connect server, sc://host:port", url)
-        unset = object()
-        names = [
-            parameter.name
+        given = {
+            parameter.name: getattr(self, parameter.name, getattr(self, f"_{parameter.name}", None))
             for parameter in _SUBMIT_ONLY
-            if getattr(self, parameter.name, getattr(self, f"_{parameter.name}", unset))
-            not in (unset, parameter.default)
-        ]
-        names += [f"conf.{name}" for name in self.conf or {} if _SERVER_CONF.fullmatch(name)]
-        if names:
+        }
+        refused = {
+            parameter.name: given[parameter.name]
+            for parameter in _SUBMIT_ONLY
+            if given[parameter.name] not in (None, parameter.default)
+        }
+        conf = self.conf or {}
+        refused |= {f"conf.{name}": conf[name] for name in conf if _SERVER_CONF.fullmatch(name)}
+        for name, value in refused.items():
             raise OptionsError(
-                names[0], "no value with Spark Connect: set it where the server is started", "one"
+                name, "no value with Spark Connect: set it where the server is started", value
             )
 
     @staticmethod

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import product
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core.errors import PipelineError
@@ -36,7 +37,9 @@ KEEPALIVE = [("grpc.keepalive_time_ms", 300_000), ("grpc.keepalive_timeout_ms", 
 #: Seconds between two uses of a session.
 KEEP_INTERVAL = 300.0
 #: Errors of a connection, as gRPC writes them.
-_BROKEN = ("UNAVAILABLE", "StatusCode.CANCELLED", "RST_STREAM", "GOAWAY", "DEADLINE_EXCEEDED")
+_BROKEN = re.compile(
+    r"StatusCode\.(UNAVAILABLE|CANCELLED|DEADLINE_EXCEEDED|UNAUTHENTICATED)|RST_STREAM"
+)
 #: Held while ``sys.path`` changes.
 _PATH = threading.Lock()
 #: The timeout for a server to accept a connection, in seconds.
@@ -227,9 +230,14 @@ class ConnectSessions:
                 ) from error
         with _PATH:
             before = list(sys.path)
-            for kind, paths in server.artifacts.items():
-                if paths:
+            for kind, paths in filter(itemgetter(1), server.artifacts.items()):
+                try:
                     session.addArtifacts(*paths, **{kind: True})
+                except Exception as error:
+                    raise PipelineError(
+                        f"the Spark Connect server {server.address} does not take the files"
+                        f" {', '.join(paths)} ({_reason(error)})"
+                    ) from error
             sys.path[:] = before  # which has them already; else it grows with each session
 
     def _channel(self, name: str, batch_id: str) -> Any:
@@ -270,14 +278,15 @@ def _release(client: Any) -> None:
 
 def _is_of_transport(error: BaseException) -> bool:
     """Returns whether an error, or one from which it came, is of the connection to the server."""
-    from pyspark.errors.exceptions.connect import SparkConnectException
+    from pyspark.errors.exceptions.connect import SparkConnectGrpcException
 
     chain: BaseException | None = error
     while chain is not None:
-        if type(chain).__name__ == "RetriesExceeded":
-            return True
-        if isinstance(chain, SparkConnectException) and any(code in str(chain) for code in _BROKEN):
-            return True
+        # Errors that the server reports are of subclasses.
+        if type(chain) is SparkConnectGrpcException:
+            code = getattr(chain, "_grpc_status_code", "")  # since Spark 4.1; before in the text
+            if _BROKEN.search(f"{code} {chain}"):
+                return True
         chain = chain.__cause__ or chain.__context__
     return False
 

@@ -159,30 +159,25 @@ def _prepare_connect(
     """Prepares a driver that is a client of a Spark Connect server: it needs neither Java nor
     spark-submit.
     """
+    for option, files in {"py_files": chosen.py_files, **chosen.files}.items():
+        if "://" in files or (option == "py_files" and ".whl" in files):
+            raise OptionsError(option, "local files, of Python .py, .zip or .egg", files)
     own = _paths(chosen.py_files)
     shipment = ship(str(ref["class"]), folder)
     log.info("Shipping the packages %s to Spark Connect.", shipment.packages)
     if check:
         _check(ref, shipment, own)
-    code = [str(shipment.zip), *own]
-    for option, files in {"py_files": chosen.py_files, **chosen.files}.items():
-        if "://" in files or (option == "py_files" and ".whl" in files):
-            raise OptionsError(option, "local files, of Python .py, .zip or .egg", files)
     server = Server(
         url=chosen.master,
         conf={name: str(value) for name, value in chosen.conf.items()},
         artifacts={
-            "pyfile": code,
+            "pyfile": [str(shipment.zip), *own],
             "file": _paths(chosen.files.get("files")),
             "archive": _paths(chosen.files.get("archives")),
         },
     )
     inherited = variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    path = [
-        str(shipment.zip),
-        *import_path(own),
-        inherited,
-    ]
+    path = [str(shipment.zip), *import_path(own), inherited]
     variables = variables | {
         VARIABLE: server.dumps(),
         "SPARK_CONNECT_MODE_ENABLED": "1",

@@ -143,13 +143,13 @@ FOUND = {
     "pubsub: a process sleeps after its lease check": (
         "pubsub",
         "batches",
-        "one/batch.default/1 list staging/Batches/crashes/one/<1> #4:"
+        "one/batch.default/1 list staging/Batches/crashes/one/<1> #3:"
         " asleep after [next run, traffic]",
     ),
     "s3: a fork uses a client of its own": (
         "sqlite on s3",
         "two batchers",
-        "one/process!1/1 PutObject staging/TwoBatchers/crashes/one/<3>/journal-settled.json #1:"
+        "one/process!1/1 PutObject staging/TwoBatchers/crashes/one/<2>/journal-settled.json #1:"
         " killed before, then one/batch.even/1 handle_batch even #2: killed after [give up]",
     ),
     "one task: an empty run dies while it removes its files": (

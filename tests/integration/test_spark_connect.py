@@ -32,42 +32,12 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 
 BATCHES, ROWS = 3, 10
 
-PIPELINE = """
-import os, time
-from airflow_broadway import Batcher, Broadway, Rows
-from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.sinks import ParquetFolder
-from airflow_broadway.spark import failed
-
-
-def slowly(n: int) -> int:
-    with open(f"{FOLDER}/busy/{os.getpid()}", "a") as file:
-        file.write(f"{n}\\n")
-    while os.path.exists(f"{FOLDER}/wait"):
-        time.sleep(0.1)
-    return n
-
-
-class Lake(Broadway):
-    producer = Producer()
-    batchers = {
-        "default": Batcher(
-            schema="n bigint", concurrency=2, sink=ParquetFolder(path=f"{FOLDER}/lake")
-        )
-    }
-
-    def handle_message(self, processor, message, context):
-        return message
-
-    def handle_batch(self, batcher, messages, info, context):
-        from pyspark.sql import functions as F
-
+HANDLE_BATCH = """
         # Fails if another batch has the view, or its settings.
         spark = messages.sparkSession
         assert spark.conf.get("a.b", None) == "c", spark.conf.get("a.b", None)
         spark.conf.set("a.b", info.batch_id)
         messages.createTempView("batch")
-        n = F.udf(slowly, "bigint").asNondeterministic()
         good = spark.sql("SELECT * FROM batch WHERE data.n % 5 != 0")
         return Rows(
             good.select("message_id", n("data.n").alias("n")),
@@ -85,7 +55,7 @@ def server(tmp_path_factory):
 @pytest.fixture
 def lake(tmp_path, monkeypatch):
     batches = [Planned(f"b{n}", rows(ROWS, prefix=f"b{n}-"), batch_key=n) for n in range(BATCHES)]
-    return Lake(tmp_path, monkeypatch, PIPELINE, batches)
+    return Lake(tmp_path, monkeypatch, HANDLE_BATCH, batches)
 
 
 def good(lake):
@@ -210,7 +180,7 @@ def test_a_broken_connection_is_no_failure_of_its_batch(server):
     # Given a sink that hides the error of Spark, whose connection is back by now
     def write():
         try:
-            raise SparkConnectGrpcException("status = StatusCode.UNAVAILABLE")
+            raise SparkConnectGrpcException("x", grpc_status_code=grpc.StatusCode.UNAVAILABLE)
         except SparkConnectGrpcException:
             raise SinkError("the table cannot be written") from None
 
@@ -219,8 +189,12 @@ def test_a_broken_connection_is_no_failure_of_its_batch(server):
         with pytest.raises(SinkError) as raised:
             write()
         assert "is lost (SinkError" in opened.why_lost(raised.value)
-        # Then an error of another system is one of its batch
+        # Then an error of another system is one of its batch, and so is one of its data
         assert opened.why_lost(ConnectionError("StatusCode.UNAVAILABLE")) == ""
+        bad = opened.main.sql("SELECT CAST('StatusCode.UNAVAILABLE' AS INT)")
+        with pytest.raises(SparkConnectGrpcException, match="CAST_INVALID_INPUT") as failed_cast:
+            bad.collect()
+        assert opened.why_lost(failed_cast.value) == ""
     finally:
         opened.close()
 
@@ -260,7 +234,13 @@ def test_absent_server(monkeypatch):
     url = f"sc://127.0.0.1:{free_port()}"
     expected = f"Spark Connect server {url} does not accept connections.*start it, or correct"
     with pytest.raises(PipelineError, match=expected) as raised:
-        sessions(f"{url}/;token=hush")
+        sessions(f"{url}/;token=hu/sh")
+    assert "hu/sh" not in str(raised.value)
+
+
+def test_url_of_a_server_that_is_not_valid():
+    with pytest.raises(PipelineError, match=r"sc://host is not valid: expected") as raised:
+        sessions("sc://host/;token=hush==")
     assert "hush" not in str(raised.value)
 
 

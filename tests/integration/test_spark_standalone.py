@@ -17,36 +17,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 
 BATCHES, ROWS = 4, 20
 
-PIPELINE = """
-import os, time
-from airflow_broadway import Batcher, Broadway
-from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.sinks import ParquetFolder
-
-
-def slowly(n: int) -> int:
-    with open(f"{FOLDER}/busy/{os.getpid()}", "a") as file:
-        file.write(f"{n}\\n")
-    while not os.path.exists(f"{FOLDER}/killed"):
-        time.sleep(0.1)
-    return n
-
-
-class Lake(Broadway):
-    producer = Producer()
-    batchers = {
-        "default": Batcher(
-            schema="n bigint", concurrency=2, sink=ParquetFolder(path=f"{FOLDER}/lake")
-        )
-    }
-
-    def handle_message(self, processor, message, context):
-        return message
-
-    def handle_batch(self, batcher, messages, info, context):
-        from pyspark.sql import functions as F
-
-        n = F.udf(slowly, "bigint").asNondeterministic()
+HANDLE_BATCH = """
         return messages.select("message_id", n("data.n").alias("n"))
 """
 
@@ -54,7 +25,8 @@ class Lake(Broadway):
 def test_rows_are_written_once_though_an_executor_and_a_worker_are_killed(tmp_path, monkeypatch):
     # Given four batches, whose pipeline is a module that only this process has on its path
     batches = [Planned(f"b{n}", rows(ROWS, prefix=f"b{n}-"), batch_key=n) for n in range(BATCHES)]
-    lake = Lake(tmp_path, monkeypatch, PIPELINE, batches)
+    lake = Lake(tmp_path, monkeypatch, HANDLE_BATCH, batches)
+    (tmp_path / "wait").touch()
     killed: list[str] = []
     conf = {"spark.sql.shuffle.partitions": 1, "spark.ui.enabled": "false"}
 
@@ -71,7 +43,7 @@ def test_rows_are_written_once_though_an_executor_and_a_worker_are_killed(tmp_pa
             eventually(lambda: len(list((tmp_path / "busy").iterdir())) > 1, 500.0)
             cluster.executor("worker-0").kill()
             cluster.processes["worker-1"].kill()
-            (tmp_path / "killed").touch()
+            (tmp_path / "wait").unlink()
             killed.extend(["executor", "worker"])
 
         killer = threading.Thread(target=kill, daemon=True)

@@ -1,4 +1,4 @@
-"""What a reader sees of a peer's rows: files by the instant at which they became visible."""
+"""Counts the rows of a peer, with the instant at which each file became visible to a reader."""
 
 from __future__ import annotations
 

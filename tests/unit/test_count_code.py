@@ -11,12 +11,12 @@ REACHED = {
     "cli/": 1_511,
     "core/": 8_622,
     "hooks/": 80,
-    "operators/": 820,
+    "operators/": 823,
     "plugin/": 1_900,
     "runs/": 5_685,
     "sensors/": 367,
     "sinks/": 1_131,
-    "spark/": 1_958,
+    "spark/": 1_966,
     "staging/": 4_352,
     "submit/": 560,
     "testing/": 3_793,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_279,
-    "tests and scripts": 72_017,
+    "package": 45_285,
+    "tests and scripts": 72_041,
 }
 
 MODULE = '''"""A module.

@@ -1,5 +1,6 @@
 """A pipeline with one Python batcher of 10,000 messages and the sink ``ParquetFolder``; the other
-options are defaults.  A run receives for 5 seconds, or until the queue has been empty for 0.2."""
+options are defaults, but for SQS a lease of 60 seconds.  A run receives for 5 seconds, or until the
+queue has been empty for 0.2."""
 
 import json
 import os
@@ -16,7 +17,9 @@ PRODUCERS = {
     "kafka": lambda: KafkaProducer(
         topics=[QUEUE], conn_id="race", group_id=QUEUE, offset_reset_policy="earliest"
     ),
-    "sqs": lambda: SqsProducer(queue_name=QUEUE, conn_id="race", receive_concurrency=10),
+    "sqs": lambda: SqsProducer(
+        queue_name=QUEUE, conn_id="race", receive_concurrency=10, lease=60.0
+    ),
 }
 BUDGET = {"max_seconds": 5.0, "wait_seconds": 2.0, "idle_seconds": 0.2}
 

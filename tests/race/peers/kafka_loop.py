@@ -19,7 +19,7 @@ consumer = Consumer(
 )
 consumer.subscribe([QUEUE])
 while True:
-    messages = [each for each in consumer.consume(10_000, timeout=1) if each.error() is None]
+    messages = [m for m in consumer.consume(10_000, timeout=1) if m.error() is None]
     if messages:
-        write([json.loads(each.value()) for each in messages])
+        write([json.loads(message.value()) for message in messages])
         consumer.commit(asynchronous=False)
