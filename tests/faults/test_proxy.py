@@ -32,7 +32,7 @@ def test_a_connection_that_has_ended_is_closed():
         with socket.create_connection(("127.0.0.1", proxy.port)) as client:
             broker, _ = listener.accept()
             with broker:
-                assert len(proxy._pairs) == 1
+                eventually(lambda: len(proxy._pairs) == 1)
                 client.shutdown(socket.SHUT_WR)
                 assert broker.recv(1) == b""
         eventually(lambda: not proxy._pairs)
