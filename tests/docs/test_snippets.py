@@ -33,7 +33,6 @@ def test_snippets_run(name, tmp_path, monkeypatch):
     text = (DOCS / name).read_text("utf-8")
     module = ModuleType(f"docs_{name.removesuffix('.md')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    module.tmp_path = tmp_path  # type: ignore[attr-defined]
     run: set[str] = set()
     for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         line = text.count("\n", 0, match.start()) + 1

@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
         decides (Broadway's ``noop``).  ``RELEASE``: released immediately, uses no attempt.
     :param delay: Seconds until a retry may be redelivered; at least 0.
     :param reason: The failure's reason; cut at :data:`MAX_REASON` bytes where it is stored.
-    :param stage: The failed stage: ``"process"``, ``"batch"`` or ``"secure"``.
+    :param stage: The failed stage: ``"process"``, ``"batch"`` or ``"receive"``.
     :param exception: The type of the exception that failed the message, if any.
     """
 

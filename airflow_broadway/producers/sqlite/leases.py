@@ -124,7 +124,7 @@ def set_aside(queue: OpenQueue, rows: Mapping[int, str], generation: str, now: i
     :param rows: Row → reason.
     """
     for row, reason in rows.items():
-        dead = Verdict(Action.DEAD_LETTER, 0.0, reason[:500], "secure")
+        dead = Verdict(Action.DEAD_LETTER, 0.0, reason[:500], "receive")
         _carry_out(queue, 0, generation, {dead: [row]}, now, now)
 
 

@@ -73,7 +73,7 @@ def test_unreadable_row_is_dead_lettered_alone(queue, column, value):
 
     assert sorted(message.data for message in messages) == [b"a", b"c"]
     [letter] = queue.dead_letters()
-    assert (letter.message_id, letter.stage) == (ids[1], "secure")
+    assert (letter.message_id, letter.stage) == (ids[1], "receive")
     assert letter.reason.startswith("cannot be read: ")
     assert queue.settle("g", Settlement(rest=ACK, expected=2)).acked == 2
     assert queue.depth()[:4] == (0, 0, 0, 1)
