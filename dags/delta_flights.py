@@ -1,4 +1,4 @@
-"""The demo's DAG with a Delta Lake table in the folder's place.
+"""The demo's DAG with a Delta Lake table instead of a folder.
 
 `make demo ARGS="--sink delta"` creates the table and runs it.  See `docs/sink-tables.md`.
 """
@@ -12,7 +12,7 @@ from delta_flights_pipeline import DeltaFlights
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent / "build"
-#: Delta Lake's jars for Spark; on a cluster with a way to Maven Central, `spark.jars.packages`.
+#: Delta Lake's jars for Spark; with access to Maven Central use `spark.jars.packages`.
 JARS = ",".join(map(str, sorted((BUILD / "tables").glob("delta-*.jar"))))
 
 with DAG(
@@ -32,7 +32,7 @@ with DAG(
     table = {"sink": {"path": "{{ params.output }}/flights"}}
     DeltaFlights(batchers={"delayed": table, "on_time": table}).task_group(
         spark={
-            # The pipeline's own module goes to Spark by itself; the one it builds on is named.
+            # The pipeline's module is shipped automatically, that of its base class is not.
             "py_files": str(HERE / "flights_pipeline.py"),
             "jars": JARS or None,
             "conf": {

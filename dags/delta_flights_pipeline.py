@@ -1,4 +1,4 @@
-"""The demo's flights, to a Delta Lake table: nothing but the sink is another."""
+"""The demo's flights in a Delta Lake table: only the sink differs."""
 
 from __future__ import annotations
 

@@ -15,22 +15,22 @@ OUTPUT = Path(__file__).resolve().parent.parent / "build" / "demo" / "output"
 
 with DAG(
     "flights",
-    # Or "*/5 * * * *": each run takes what has arrived since the one before.
+    # Or "*/5 * * * *": each run receives the messages that have arrived since the previous one.
     schedule=None,
     catchup=False,
-    # One run at a time drains the queue; a second would only wait for it.
+    # A second concurrent run would only share the messages of the first.
     max_active_runs=1,
-    # The budget of a run, which the UI's trigger form asks for, and a parameter of our own.
+    # The source and the budgets of a run, for the Trigger form, and a param of this DAG.
     params={
         **Flights.params(),
-        "output": Param(str(OUTPUT), type="string", description="Where the Parquet files go."),
+        "output": Param(str(OUTPUT), type="string", description="The folder of the Parquet files."),
     },
     tags=["airflow-broadway", "demo"],
     doc_md=__doc__,
 ) as dag:
     table = {"sink": {"path": "{{ params.output }}/flights"}}
     Flights(batchers={"delayed": table, "on_time": table}).task_group(
-        # A laptop's Spark: no web server, and a JVM that starts fast rather than runs long.
+        # For a laptop: no web server, and a JVM that is tuned to start fast.
         spark={
             "conf": {
                 "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",

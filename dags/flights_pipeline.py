@@ -1,7 +1,7 @@
 """The flights that left New York City in 2013: from a queue to Parquet, each exactly once.
 
-A pipeline is a module of its own, apart from the DAG file: the Spark driver imports it too, and
-there is no Airflow there.  It imports no pyspark either, so that Airflow parses the DAG in no time.
+A pipeline is a module of its own, apart from the DAG file: the Spark driver imports it too, without
+Airflow.  It does not import pyspark, so that the DAG is parsed quickly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from airflow_broadway import Batcher, BatchInfo, Broadway, Message, Processors, 
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.sinks import ParquetFolder
 
-#: What Spark gets of a flight, by column.  A value that does not fit fails its own message.
+#: The columns of a flight and their types.  A value that does not fit fails its message.
 FLIGHT = {
     "origin": "string not null",
     "carrier": "string not null",
@@ -30,18 +30,18 @@ FLIGHT = {
 }
 SCHEMA = ", ".join(f"{name} {kind}" for name, kind in FLIGHT.items())
 
-#: Later than this, in minutes, and a flight counts as delayed.
+#: A flight with more minutes of delay counts as delayed.
 TOLERANCE = 15
 
 
-#: Each batch's rows are committed here once, whatever dies; the DAG names the folder.
+#: Each batch's rows are committed here exactly once; the DAG overrides the path.
 TABLE = ParquetFolder(path="/tmp/flights", partition_by=["batcher", "origin"])
 
 
 class Flights(Broadway):
-    # An Airflow connection has the queue's address: on a laptop another than in production.
+    # The address of the queue is in the Airflow connection.
     producer = SqliteProducer(queue="flights", conn_id="flights_queue", concurrency=2)
-    # Handling a flight takes microseconds, so hand them out by the thousand.
+    # Handling a flight takes microseconds, so chunks are large.
     processors = Processors(concurrency=1, max_demand=2_000)
     batchers = {
         "delayed": Batcher(batch_size=50_000, schema=SCHEMA, sink=TABLE),
@@ -51,9 +51,9 @@ class Flights(Broadway):
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         flight = json.loads(message.data)
         if flight["dep_delay"] is None:
-            # Trying again would not make it depart: straight to the dead letters, with the reason.
+            # A retry would fail too: dead-letter it immediately, with the reason.
             return message.configure_ack(on_failure="dead_letter").failed("never departed")
-        # One batch, one airport: its rows are files of that airport's folder alone.
+        # A batch has the flights of one airport.
         message = message.put_batch_key(flight["origin"])
         message = message.put_batcher("delayed" if flight["dep_delay"] > TOLERANCE else "on_time")
         return message.put_data({name: flight[name] for name in FLIGHT})
@@ -61,7 +61,7 @@ class Flights(Broadway):
     def handle_batch(
         self, batcher: str, messages: SparkBatch, batch_info: BatchInfo, context: Any
     ) -> Any:
-        # A time comes as an hour, minutes past it and a delay: make timestamps of them.
+        # Computes timestamps from the hour, the minutes past it and the delay.
         return messages.selectExpr(
             "message_id",
             f"'{batcher}' AS batcher",
@@ -77,4 +77,4 @@ class Flights(Broadway):
             "data.distance",
             "data.hour",
         )
-        # The rows that are returned are committed; then every message of the batch has succeeded.
+        # The returned rows are committed; then every message of the batch has succeeded.

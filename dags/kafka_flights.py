@@ -1,7 +1,7 @@
-"""The demo's DAG with Apache Kafka in the embedded queue's place.
+"""The demo's DAG with Apache Kafka instead of the embedded queue.
 
-The Airflow connection `kafka_default` names the brokers; `python -m scripts.load_kafka` makes the
-topics `flights` and `flights-dlt`, and fills the first.  See `docs/kafka.md`.
+The Airflow connection `kafka_default` names the brokers; `python -m scripts.load_kafka` creates its
+topics, and fills the topic `flights`.  See `docs/kafka.md`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ with DAG(
     max_active_runs=1,
     params={
         **KafkaFlights.params(),
-        "output": Param(str(OUTPUT), type="string", description="Where the Parquet files go."),
+        "output": Param(str(OUTPUT), type="string", description="The folder of the Parquet files."),
     },
     tags=["airflow-broadway", "demo", "kafka"],
     doc_md=__doc__,
@@ -29,7 +29,7 @@ with DAG(
     table = {"sink": {"path": "{{ params.output }}/flights"}}
     KafkaFlights(batchers={"delayed": table, "on_time": table}).task_group(
         spark={
-            # The pipeline's own module goes to Spark by itself; the one it builds on is named.
+            # The pipeline's module is shipped automatically, that of its base class is not.
             "py_files": str(HERE / "flights_pipeline.py"),
             "conf": {
                 "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",

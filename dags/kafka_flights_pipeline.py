@@ -1,4 +1,4 @@
-"""The demo's flights, from Apache Kafka: nothing but the producer is another."""
+"""The demo's flights from Apache Kafka: only the producer differs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["KafkaFlights"]
 
 
 class KafkaFlights(Flights):
-    producer = KafkaProducer(  # type: ignore[assignment]  # of another kind than the base has
+    producer = KafkaProducer(  # type: ignore[assignment]  # another type than the base class has
         group_id="flights",
         topics=["flights"],
         conn_id="kafka_default",
-        # What was sent before the first run counts, too.
+        # Messages sent before the first run are received, too.
         offset_reset_policy="earliest",
-        # No flight depends on another: one that is retried holds up nothing.
+        # Flights are independent: a retry does not block others.
         order="none",
         concurrency=2,
-        # In the topic flights.retry, by the retry policy; and then to the topic flights-dlt.
+        # By the topic flights.retry; out of attempts, to the topic flights-dlt.
         on_failure="retry",
     )

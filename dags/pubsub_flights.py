@@ -1,8 +1,8 @@
-"""The demo's DAG with Google Cloud Pub/Sub in the embedded queue's place.
+"""The demo's DAG with Google Cloud Pub/Sub instead of the embedded queue.
 
-The Airflow connection `google_cloud_default` says who asks, and in which project; `python -m
-scripts.load_pubsub` makes the topic and the subscription `flights`, those of dead letters, and
-fills the first.  See `docs/pubsub.md`.
+The Airflow connection `google_cloud_default` has the credentials and the project; `python -m
+scripts.load_pubsub` creates the topic and the subscription `flights` and those of dead letters, and
+fills the topic.  See `docs/pubsub.md`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ with DAG(
     max_active_runs=1,
     params={
         **PubSubFlights.params(),
-        "output": Param(str(OUTPUT), type="string", description="Where the Parquet files go."),
+        "output": Param(str(OUTPUT), type="string", description="The folder of the Parquet files."),
     },
     tags=["airflow-broadway", "demo", "pubsub"],
     doc_md=__doc__,
@@ -30,7 +30,7 @@ with DAG(
     table = {"sink": {"path": "{{ params.output }}/flights"}}
     PubSubFlights(batchers={"delayed": table, "on_time": table}).task_group(
         spark={
-            # The pipeline's own module goes to Spark by itself; the one it builds on is named.
+            # The pipeline's module is shipped automatically, that of its base class is not.
             "py_files": str(HERE / "flights_pipeline.py"),
             "conf": {
                 "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",

@@ -1,4 +1,4 @@
-"""The demo's flights, from Google Cloud Pub/Sub: nothing but the producer is another."""
+"""The demo's flights from Google Cloud Pub/Sub: only the producer differs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["PubSubFlights"]
 
 
 class PubSubFlights(Flights):
-    producer = PubSubProducer(  # type: ignore[assignment]  # of another kind than the base has
+    producer = PubSubProducer(  # type: ignore[assignment]  # another type than the base class has
         subscription="flights",
         conn_id="google_cloud_default",
         concurrency=2,
-        # By the retry policy, and then to the topic flights-dead.
+        # Out of attempts, to the topic flights-dead.
         on_failure="retry",
         dead_letter="flights-dead",
     )

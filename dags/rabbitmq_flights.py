@@ -1,6 +1,6 @@
-"""The demo's DAG with RabbitMQ in the embedded queue's place.
+"""The demo's DAG with RabbitMQ instead of the embedded queue.
 
-The Airflow connection `rabbitmq_default` says where the broker is; `python -m
+The Airflow connection `rabbitmq_default` has the broker's address; `python -m
 scripts.load_rabbitmq` fills the queue `flights`.  See `docs/rabbitmq.md`.
 """
 
@@ -21,7 +21,7 @@ with DAG(
     max_active_runs=1,
     params={
         **RabbitMQFlights.params(),
-        "output": Param(str(OUTPUT), type="string", description="Where the Parquet files go."),
+        "output": Param(str(OUTPUT), type="string", description="The folder of the Parquet files."),
     },
     tags=["airflow-broadway", "demo", "rabbitmq"],
     doc_md=__doc__,
@@ -29,7 +29,7 @@ with DAG(
     table = {"sink": {"path": "{{ params.output }}/flights"}}
     RabbitMQFlights(batchers={"delayed": table, "on_time": table}).task_group(
         spark={
-            # The pipeline's own module goes to Spark by itself; the one it builds on is named.
+            # The pipeline's module is shipped automatically, that of its base class is not.
             "py_files": str(HERE / "flights_pipeline.py"),
             "conf": {
                 "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",

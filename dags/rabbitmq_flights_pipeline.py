@@ -1,4 +1,4 @@
-"""The demo's flights, from RabbitMQ: nothing but the producer is another."""
+"""The demo's flights from RabbitMQ: only the producer differs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["RabbitMQFlights"]
 
 
 class RabbitMQFlights(Flights):
-    producer = RabbitMQProducer(  # type: ignore[assignment]  # of another kind than the base has
+    producer = RabbitMQProducer(  # type: ignore[assignment]  # another type than the base class has
         queue="flights",
         conn_id="rabbitmq_default",
         concurrency=2,
         declare={"durable": True, "arguments": {"x-queue-type": "quorum"}},
-        # By the retry policy, and then to broadway.dead.flights.
+        # Out of attempts, to the queue broadway.dead.flights.
         on_failure="retry",
     )

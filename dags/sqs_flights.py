@@ -1,7 +1,7 @@
-"""The demo's DAG with Amazon SQS in the embedded queue's place.
+"""The demo's DAG with Amazon SQS instead of the embedded queue.
 
-The Airflow connection `aws_default` says who asks, in which region, and at which endpoint if it is
-not AWS's; `python -m scripts.load_sqs` makes the queue `flights` and fills it.  See `docs/sqs.md`.
+The Airflow connection `aws_default` has the credentials, the region, and the endpoint if it is not
+AWS's; `python -m scripts.load_sqs` creates the queue `flights` and fills it.  See `docs/sqs.md`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ with DAG(
     max_active_runs=1,
     params={
         **SqsFlights.params(),
-        "output": Param(str(OUTPUT), type="string", description="Where the Parquet files go."),
+        "output": Param(str(OUTPUT), type="string", description="The folder of the Parquet files."),
     },
     tags=["airflow-broadway", "demo", "sqs"],
     doc_md=__doc__,
@@ -29,7 +29,7 @@ with DAG(
     table = {"sink": {"path": "{{ params.output }}/flights"}}
     SqsFlights(batchers={"delayed": table, "on_time": table}).task_group(
         spark={
-            # The pipeline's own module goes to Spark by itself; the one it builds on is named.
+            # The pipeline's module is shipped automatically, that of its base class is not.
             "py_files": str(HERE / "flights_pipeline.py"),
             "conf": {
                 "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",

@@ -1,4 +1,4 @@
-"""The demo's flights, from Amazon SQS: nothing but the producer is another."""
+"""The demo's flights from Amazon SQS: only the producer differs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["SqsFlights"]
 
 
 class SqsFlights(Flights):
-    producer = SqsProducer(  # type: ignore[assignment]  # of another kind than the base has
+    producer = SqsProducer(  # type: ignore[assignment]  # another type than the base class has
         queue_name="flights",
         conn_id="aws_default",
         concurrency=2,
-        # Long polls: an empty queue costs a request in 20 seconds, and is empty for certain.
+        # A long poll queries all of SQS's servers: an empty response means an empty queue.
         wait_time_seconds=1,
-        # By the retry policy, and then to the dead-letter queue of the queue's redrive policy.
+        # Out of attempts, to the dead-letter queue of the redrive policy.
         on_failure="retry",
     )

@@ -23,7 +23,6 @@ from airflow_broadway import (
 from airflow_broadway.producers.sqlite import SqliteProducer
 
 
-# START flights
 def scheduled_hour(message: Message) -> datetime:
     return datetime.fromisoformat(json.loads(message.data)["time_hour"])
 
@@ -56,6 +55,3 @@ class KeptFlights(Broadway):
             folder = Path(context["output"], f"date={day:%Y-%m-%d}")
             shutil.rmtree(folder, ignore_errors=True)
             day += timedelta(days=1)
-
-
-# END flights

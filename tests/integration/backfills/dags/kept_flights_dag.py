@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# START dag
 from datetime import UTC, datetime
 
 from airflow.sdk import CronDataIntervalTimetable
@@ -15,4 +14,3 @@ dag = KeptFlights(context={"output": "{{ var.value.flights_output }}"}).dag(
     start_date=datetime(2013, 1, 1, tzinfo=UTC),
     max_active_runs=4,
 )
-# END dag
