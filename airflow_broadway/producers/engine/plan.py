@@ -51,7 +51,7 @@ def plan_of(
         if settlement.everything is None:
             raise ProducerError(
                 f"the lease holds {many(len(held), 'message')} and its manifest names"
-                f" {settlement.expected}: none was settled, and all come back when the lease lapses"
+                f" {settlement.expected}: none was settled; all are redelivered when it lapses"
             )
         handled = {entry.message_id for entry in settlement.everything()}
         named |= handled

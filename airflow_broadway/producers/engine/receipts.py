@@ -286,7 +286,7 @@ class Receipts:
         try:
             self._load_portion(self._log.read(name), _min_deadline(renewed, number))
         except Damaged as error:  # only the messages of this portion are not settled
-            log.error("%s: its messages come back by themselves", error)
+            log.error("%s: its messages are redelivered when the lease lapses", error)
         self._portions = number + 1
 
     def _load_portion(self, value: Any, least: float) -> None:

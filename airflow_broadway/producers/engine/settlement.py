@@ -38,7 +38,7 @@ _NO_BODY: Final = (
     "a dead letter cannot be sent: its body was not kept; give the producer on_failure='retry' or"
     " 'dead_letter' before it receives"
 )
-_NO_LETTER: Final = "a dead letter cannot be made of a message, which comes back"
+_NO_LETTER: Final = "a dead letter cannot be made of a message, which is redelivered"
 #: Actions after which the message is removed for good.
 REMOVES: Final = (Action.ACK, Action.DEAD_LETTER)
 #: Actions after which the message is redelivered; retries first, as they precede later messages.
@@ -65,7 +65,7 @@ def plan_for(receipts: Receipts, lease: Lease, settlement: Settlement) -> tuple[
     if missing and receipts.handles:
         error = (
             f"the receipts of {many(missing, 'message')} are missing in the staging folder: they"
-            " are not settled, and come back when their time is over"
+            " are not settled, and are redelivered when the lease lapses"
         )
         report += SettleReport(errors=(error,))
     return plan, report

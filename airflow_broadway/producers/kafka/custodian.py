@@ -229,8 +229,8 @@ class _GenerationSettlement:
         if acked and not agree:
             raise ProducerError(
                 f"generation {self._lease.generation} read {many(total, 'message')} and its"
-                f" manifest names {settlement.expected}: none was settled, and all come back when"
-                " the lease lapses"
+                f" manifest names {settlement.expected}: none was settled, and all are redelivered"
+                " when the lease lapses"
             )
         return entries, Action.ACK if acked else Action.RELEASE
 

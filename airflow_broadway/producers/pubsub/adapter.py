@@ -54,7 +54,7 @@ _OLDEST: Final = "oldest_unacked_message_age"
 _LOOK_BACK: Final = timedelta(minutes=10)
 _NO_DEAD_LETTER: Final = (
     "there is no topic for dead letters: give the producer dead_letter=…, or the subscription {!r}"
-    " a dead-letter policy; until then such messages come back"
+    " a dead-letter policy; until then such messages are redelivered"
 )
 #: The maximum bytes of ack ids in a request, which also contains the subscription's name, and up to
 #: four bytes of encoding per id.

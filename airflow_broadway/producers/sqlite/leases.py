@@ -161,8 +161,8 @@ def settle(
     if guard.refused and settlement.everything is None:  # settlement.rest would apply to them
         raise ProducerError(
             f"{many(len(guard.refused), 'verdict')} of generation {generation!r} for message ids"
-            " that are not of this queue: nothing was settled, and all comes back when the lease"
-            " lapses; a transformer must keep the message_id"
+            " that are not of this queue: nothing was settled, and all are redelivered when the"
+            " lease lapses; a transformer must keep the message_id"
         )
     with transaction(queue.db):
         lease = queue.db.execute(

@@ -44,7 +44,7 @@ _NEEDED_FIFO: Final = (*_NEEDED, "MessageGroupId", "MessageDeduplicationId", "Se
 FEWEST_RECEIVES: Final = 5
 _NO_DEAD_LETTER: Final = (
     "there is no queue for dead letters: give the producer dead_letter=…, or the queue {!r} a"
-    " redrive policy; until then such messages come back"
+    " redrive policy; until then such messages are redelivered"
 )
 #: The fields without which a message cannot be held.
 _KEYS: Final = ("MessageId", "ReceiptHandle")

@@ -561,7 +561,7 @@ def _check_roles(
                     )
                     return
             if known is None:
-                yield _finding("warning", role, "does not exist: dead letters would come back")
+                yield _finding("warning", role, "does not exist: dead letters would be redelivered")
                 continue
             arguments = known.get("arguments") or {}
             kind = str(known.get("type") or arguments.get("x-queue-type") or "classic")

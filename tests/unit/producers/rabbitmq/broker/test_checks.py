@@ -296,7 +296,7 @@ def test_transient_queue_and_missing_sink_warn(api):
 
     assert texts == [
         "the queue 'orders': is not durable: it and its messages end with the broker",
-        "the queue 'graveyard': does not exist: dead letters would come back",
+        "the queue 'graveyard': does not exist: dead letters would be redelivered",
     ]
 
 
