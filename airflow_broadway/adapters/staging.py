@@ -56,7 +56,7 @@ def open_store(staging: str | None) -> Store:
     """Opens the staging root with Airflow's object storage: ``s3://conn_id@bucket/…`` names the
     connection.
 
-    :raises StagingError: If it is not a URI, or fsspec has no client for its scheme.
+    :raises StagingError: If it is not a URI, or no provider of Airflow has a file system for it.
     """
     from airflow_broadway.staging.store import Store
 
@@ -79,8 +79,8 @@ def open_store(staging: str | None) -> Store:
         ) from error
     except ValueError as error:
         raise StagingError(
-            f"the staging root {uri!r} cannot be opened: {error}; set [broadway] staging to a URI"
-            " that fsspec has a client for, such as 'file:///data/broadway'"
+            f"the staging root {uri!r} cannot be opened: {error}; install airflow-broadway[s3] for"
+            " s3://, or Airflow's provider for another store, or use 'file:///data/broadway'"
         ) from error
 
 

@@ -30,7 +30,7 @@ SERVES = {
     "postgres": "airflow_broadway.sinks.postgres psycopg",
     "pubsub": "airflow_broadway.producers.pubsub google.cloud.pubsub google.cloud.monitoring_v3",
     "rabbitmq": "airflow_broadway.producers.rabbitmq httpx pika",
-    "s3": "s3fs",
+    "s3": "airflow.providers.amazon.aws.fs.s3 s3fs",
     "spark": "airflow_broadway.spark pandas pyspark",
     "sqs": "airflow_broadway.producers.sqs airflow.providers.amazon boto3",
 }

@@ -253,6 +253,12 @@ def test_missing_client_is_named_with_its_extra(shop, capsys, monkeypatch):
     )
 
 
+def test_store_without_a_provider_names_the_cure(shop, capsys):
+    result = ran(capsys, "runs", "--staging", "gs://nobody@bucket/broadway")
+    assert result.code == 2
+    assert "install airflow-broadway[s3] for s3://, or Airflow's provider" in result.error
+
+
 def test_unknown_pipeline_name_is_an_error(shop, capsys):
     shop.settled_run()
     for command in (("runs",), ("archive", "list")):
