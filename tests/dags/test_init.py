@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tomllib
@@ -55,6 +54,14 @@ def test_every_queue_and_sink_passes_its_test_and_parses(tmp_path, monkeypatch, 
     passed = run(sys.executable, "-m", "pytest", *options, *names, cwd=tmp_path)
     assert f"{2 * len(names)} passed" in passed
 
+    # And what keeps dead letters is named and created, without which they are refused or lost
+    for name, command in (
+        ("sqs_to_delta", "create-queue --queue-name sqs_to_delta-dead\n"),
+        ("pubsub_to_delta", "create pubsub_to_delta-dead --topic pubsub_to_delta-dead\n"),
+    ):
+        assert f'dead_letter="{name}-dead"' in Path(name, f"dags/{name}_pipeline.py").read_text()
+        assert command in Path(name, "README.md").read_text()
+
     # And Airflow finds one DAG in each file, without an error
     env = airflow_env(home=tmp_path / "airflow")
     env["PYTHONPATH"] += os.pathsep + folders
@@ -94,28 +101,6 @@ def test_commands_of_its_readme_move_a_message_to_a_row(sink, tmp_path, monkeypa
     assert row["message_id"]
     depth = SqliteQueue(project / "queue.db", "orders").depth()
     assert (depth.ready, depth.leased, depth.dead) == (0, 0, 0), output
-
-
-@pytest.mark.parametrize(
-    ("queue", "target", "command"),
-    [
-        ("sqs", "orders-dead", "create-queue --queue-name orders-dead"),
-        ("kafka", None, "--create --topic orders-dlt"),
-        ("pubsub", "orders-dead", "subscriptions create orders-dead --topic orders-dead"),
-    ],
-)
-def test_target_of_dead_letters_is_named_and_created(
-    queue, target, command, tmp_path, monkeypatch, capsys
-):
-    # Given a broker that has no dead letters unless their target exists
-    monkeypatch.chdir(tmp_path)
-    assert ran(capsys, "init", "orders", "--queue", queue).code == 0
-
-    module = runpy.run_path(str(tmp_path / "orders" / "dags" / "orders_pipeline.py"))
-    commands = (tmp_path / "orders" / "README.md").read_text()
-
-    assert module["OrdersPipeline"].producer.dead_letter == target
-    assert command in commands
 
 
 def test_existing_folder_is_not_overwritten(tmp_path, monkeypatch, capsys):
