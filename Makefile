@@ -40,7 +40,7 @@ screens: ## The pictures of the documentation, light and dark: the pages of test
 	@$(MAKE) test-browser ARGS="-k accessible"
 	@cp build/screens/run-{light,dark}.png docs/screens/
 
-lint: ## ruff, its formatter, the arrows between rooms, mypy --strict; code lines by room
+lint: ## ruff, its formatter, imports between packages, mypy --strict; code lines by package
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
 	@$(RUN) lint-imports --no-logo

@@ -131,7 +131,7 @@ def get_provider_info() -> dict[str, Any]:
                         "schema": {"type": ["string", "null"]},
                     },
                     "tls_key": {
-                        "label": "TLS: key of it",
+                        "label": "TLS: own key",
                         "description": "File with the key of the own certificate.",
                         "schema": {"type": ["string", "null"]},
                     },
@@ -214,10 +214,10 @@ def get_provider_info() -> dict[str, Any]:
                         "default": None,
                     },
                     "ask_brokers": {
-                        "description": "Whether the API server itself asks brokers what waits, "
-                        "and for dead letters, with the connections that it sees and the options "
-                        "that the last run reported.  No code of a pipeline runs there, either "
-                        "way.  Off: the pages show what runs, triggers and sensors report.",
+                        "description": "Whether the API server itself queries brokers for "
+                        "backlogs and dead letters, with its connections and the options that the "
+                        "last run reported.  No code of a pipeline runs there, either way.  Off: "
+                        "the pages show what runs, triggers and sensors report.",
                         "version_added": "0.1.0",
                         "type": "boolean",
                         "example": None,

@@ -82,13 +82,13 @@ def _source_params() -> dict[str, Param]:
             None,
             **instant,
             title="Interval from",
-            description=f"{interval}  This instant is the first of the interval.",
+            description=f"{interval}  Included.",
         ),
         "interval_end": Param(
             None,
             **instant,
             title="Interval to",
-            description=f"{interval}  This instant is the first behind the interval.",
+            description=f"{interval}  Not included.",
         ),
         "source_run": Param(
             None,
@@ -109,7 +109,7 @@ def _source_params() -> dict[str, Param]:
             type="boolean",
             section=_SOURCE,
             title="Dry run: only look",
-            description="Count what there is, report what a run would take, and take nothing.",
+            description="Report how many messages a run would receive, and receive none.",
         ),
     }
 
@@ -119,9 +119,9 @@ def _budget_params() -> dict[str, Param]:
     docs = {
         "max_messages": ("integer", 1, "Messages", "Stop after this many, per producer."),
         "max_bytes": ("integer", 1, "Bytes", "Stop once this many were received, per producer."),
-        "max_seconds": ("number", 1, "Seconds", "Stop taking messages after this long."),
+        "max_seconds": ("number", 1, "Seconds", "Stop receiving after so many seconds."),
         "wait_seconds": ("number", 0, "Seconds to wait", "How long the first message may take."),
-        "idle_seconds": ("number", 0, "Idle seconds", "Stop after this long without a message."),
+        "idle_seconds": ("number", 0, "Idle seconds", "Stop after this time without a message."),
     }
     return {
         name: Param(
@@ -130,7 +130,7 @@ def _budget_params() -> dict[str, Param]:
             minimum=minimum,
             section=_BUDGET,
             title=title,
-            description=f"{text}  Empty: as the Dag says.",
+            description=f"{text}  Empty: as the Dag defines.",
         )
         for name, (kind, minimum, title, text) in docs.items()
     }
