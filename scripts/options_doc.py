@@ -159,7 +159,7 @@ RULES = {
 
 #: What stands for ``AUTO``, and for what each producer has of its own.
 AUTO_TEXT = "see text"
-BY_PRODUCER = "see each"
+BY_PRODUCER = ", unless its table differs"
 #: Options that have a row together in the table of a producer.
 ACTIONS = ("on_success", "on_failure")
 _TABLE = "| option | value | default | |\n|---|---|---|---|\n"
@@ -188,7 +188,7 @@ def _every_producer() -> str:
     rows = ""
     for field in dataclasses.fields(Producer):
         same = all(getattr(options, field.name) == field.default for options in producers)
-        default = _default(field) if same else BY_PRODUCER
+        default = _default(field) + ("" if same else BY_PRODUCER)
         rows += _row(field, default)
     return _titled("Every producer", "`producer = …Producer(…)`", rows)
 
