@@ -7,8 +7,9 @@ message is decided in :mod:`airflow_broadway.staging.settling.settlement`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from datetime import datetime
+from functools import cached_property
 from typing import NamedTuple
 
 from airflow_broadway.core.custody.protocol import Custodian, Settlement
@@ -48,11 +49,17 @@ class Settled(NamedTuple):
     settled_now: SettleReport
 
 
+#: Opens the custodian of a generation's messages.
+OpenCustodian = Callable[[GenerationRecord], Custodian]
+#: A settlement, whether every message has an outcome, and the counts.
+Decided = tuple[Settlement, bool, Progress]
+
+
 def settle(
     run: StagedRun,
     record: GenerationRecord,
     pipeline: Pipeline,
-    custodian: Callable[[], Custodian],
+    custodian: OpenCustodian,
     *,
     void: bool = False,
     over: bool = False,
@@ -83,176 +90,26 @@ def settle(
     :raises StagingDamaged: If a file is damaged.
     :raises BroadwayError: If staging, a sink or the broker fails; the generation remains unsettled.
     """
-    recorded = recorded or Recorded(run)
-    served = pipeline_of(pipeline, record)
-    names = list(pipeline.batchers if batchers is None else batchers)
-
-    def decide() -> tuple[Settlement, bool, Progress, list[BatchPlan]]:
-        plans = recorded.deciding(names, record.generation)
-        settlement = build_settlement(
-            run, record.generation, served, plans, final=not void, only=only, recorded=recorded
-        )
-        return *settlement, plans
-
-    only = None
-
+    settling = _Settling(run, record, pipeline, batchers, connections, recorded)
     try:
-        sinks = _batchers_with_sink(pipeline, names, recorded)
-        only = sinks if void else None
-        _check_removed_batchers(run, record, pipeline, recorded)
-        settlement, complete, progress, plans = decide()
-        if not complete and (sinks or deletes_rows(pipeline, record)):
-            # From the intent on no try begins a commit; those begun before are ruled out.
-            begin_settlement(run, record, settlement)
-            recorded.forget_outcomes()  # there may be more plans, batches and outcomes since
-            resolver = connections or NoConnections()
-            resolve(run, pipeline, record.generation, resolver, sinks, recorded=recorded)
-            rule_out_deletion(pipeline, record, resolver)
-            settlement, complete, progress, plans = decide()
+        settlement, complete, progress = settling.resolve(void=void)
         if over and not complete:
-            _record_interruption(run, record, plans, recorded)
+            settling.record_interruption()
     except StagingDamaged as error:
         if not release_damaged:
             raise
         log.error("All of generation %s is released: %s", record.generation, error)
         settlement, progress = Settlement(rest=RELEASE, damaged=True), Progress()
-        plans, sinks = [], []
     if settlement.expected is None and not settlement.damaged and not own:
-        _record_crash(run, record)
-    index = _indexer(run, record, served, plans, sinks, recorded)
-    settlement = _with_rows(
-        run, record, served, settlement, names, only, connections=connections, recorded=recorded
-    )
-    return _carry_out(run, record, custodian, settlement, progress, index)
-
-
-def _check_removed_batchers(
-    run: StagedRun, record: GenerationRecord, pipeline: Pipeline, recorded: Recorded
-) -> None:
-    """Checks that no batcher with a sink was removed or renamed: its outcomes would not count.
-
-    :raises SinkError: If one was.
-    """
-    manifest = run.manifest(record.generation)
-    for name in (manifest.batchers if manifest else {}).keys() - pipeline.batchers.keys():
-        for plan in recorded.plans(name):
-            if plan.sink is not None and record.generation in plan.generations:
-                plan.check_sink(None)
-
-
-def _with_rows(
-    run: StagedRun,
-    record: GenerationRecord,
-    pipeline: Pipeline,
-    settlement: Settlement,
-    batchers: Iterable[str],
-    only: Collection[str] | None,
-    *,
-    connections: Connections | None,
-    recorded: Recorded,
-) -> Settlement:
-    """Commits the rows of a settlement's dead letters; returns the settlement that they belong to.
-
-    That is another one if a settlement begun before knew other outcomes.
-
-    :param only: As for :func:`build_settlement`.
-    :raises SinkError: If the table cannot be written; the generation remains unsettled.
-    """
-    if pipeline.dead_letter_table is None or next(settlement.dead_letters(), None) is None:
-        return settlement
-    # It loads pyarrow.
-    from airflow_broadway.runs.dead_letter_table import commit_rows_of, fix_decision
-
-    begun = begin_settlement(run, record, settlement)
-    if not begun and settled_journal(run, record.generation) is not None:
-        return settlement
-    decision = fix_decision(run, record, settlement, only)
-    if not decision.own:
-        recorded.forget_outcomes()
-        plans = recorded.deciding(batchers, record.generation)
-        settlement, _, _ = build_settlement(
-            run,
-            record.generation,
-            pipeline,
-            plans,
-            final=False,
-            only=decision.only,
-            recorded=recorded,
-            batches=decision.batches,
-        )
-    letters = settlement.dead_letters()
-    resolver = connections or NoConnections()
-    commit_rows_of(run, record, pipeline, letters, decision.at, resolver)
-    return settlement
-
-
-def _batchers_with_sink(
-    pipeline: Pipeline, batchers: Iterable[str], recorded: Recorded
-) -> list[str]:
-    """Returns the batchers that have a sink, or had one when a plan was written."""
-    return [
-        name
-        for name in batchers
-        if pipeline.batchers[name].sink is not None
-        or any(plan.sink is not None for plan in recorded.plans(name))
-    ]
-
-
-def _indexer(
-    run: StagedRun,
-    record: GenerationRecord,
-    pipeline: Pipeline,
-    plans: list[BatchPlan],
-    sinks: Collection[str],
-    recorded: Recorded,
-) -> Callable[[SettleReport], None]:
-    """Returns a step of the settlement: it adds messages to the applied index."""
-
-    def index(report: SettleReport) -> None:
-        generation = record.generation
-        manifest = run.manifest(generation) if sinks else None
-        if manifest is None or not (manifest.claims or report.again):
-            return
-        again = report.again or ComingAgain()
-        claims = claims_of(run.store, run.pipeline, generation, manifest.claims)
-        messages, sent = applied_messages(
-            run, manifest, pipeline, plans, sinks, again, claims, recorded=recorded
-        )
-        until = datetime.fromisoformat(manifest.ended_at)
-        for ids, kind in ((messages, False), (sent, True)):
-            if ids:
-                now = run.clock.now()
-                note_applied(run.store, run.pipeline, generation, ids, now, until, sent=kind)
-
-    return index
-
-
-def _record_crash(run: StagedRun, record: GenerationRecord) -> None:
-    """Records that a process task died before it published its manifest.
-
-    Called before its messages are released; otherwise a message that crashes every process could
-    remain undetected.
-
-    :raises StagingError: If the record cannot be written.
-    """
-    if record.state != OPENED:  # it was releasing normally, or its crash is on record
-        return
-    path = paths.in_hand(record.generation)
-    in_hand: list[str] = []
-    try:
-        in_hand = read_json(run.files.read(path), path)["ids"]
-    except FileNotFoundError:
-        pass
-    except (StagingDamaged, KeyError) as error:  # its host died as well
-        log.warning("The messages in hand are unknown: %s", error)
-    record_crash(run.store, run.pipeline, record.generation, in_hand, run.clock.now())
+        settling.record_crash()
+    return settling.carry_out(custodian, settlement, progress)
 
 
 def settle_if_complete(
     run: StagedRun,
     record: GenerationRecord,
     pipeline: Pipeline,
-    custodian: Callable[[], Custodian],
+    custodian: OpenCustodian,
     *,
     connections: Connections | None = None,
     recorded: Recorded | None = None,
@@ -263,57 +120,214 @@ def settle_if_complete(
     """
     if record.state == SETTLING:
         return settle(run, record, pipeline, custodian, connections=connections, recorded=recorded)
-    recorded, names = recorded or Recorded(run), pipeline.batchers
-    plans = recorded.deciding(names, record.generation)
-    served = pipeline_of(pipeline, record)
-    settlement, complete, progress = build_settlement(
-        run, record.generation, served, plans, final=False, recorded=recorded
-    )
-    if not complete:
-        return None
-    sinks = _batchers_with_sink(pipeline, names, recorded)
-    index = _indexer(run, record, served, plans, sinks, recorded)
-    settlement = _with_rows(
-        run, record, served, settlement, names, None, connections=connections, recorded=recorded
-    )
-    return _carry_out(run, record, custodian, settlement, progress, index)
+    settling = _Settling(run, record, pipeline, None, connections, recorded)
+    settlement, complete, progress = settling.decide(final=False)
+    return settling.carry_out(custodian, settlement, progress) if complete else None
 
 
-def _record_interruption(
-    run: StagedRun, record: GenerationRecord, plans: Sequence[BatchPlan], recorded: Recorded
-) -> None:
-    """Records a crash if a whole task died at batches of a generation that have no outcome.
+class _Settling:
+    """One generation that is being settled; the parameters are those of :func:`settle`."""
 
-    Called before the settlement, after which the messages may be redelivered.
-    """
-    from airflow_broadway.staging.isolation import in_hand_at_interruptions  # loads pyarrow
+    def __init__(
+        self,
+        run: StagedRun,
+        record: GenerationRecord,
+        pipeline: Pipeline,
+        batchers: Collection[str] | None,
+        connections: Connections | None,
+        recorded: Recorded | None,
+    ) -> None:
+        self._run, self._record, self._pipeline = run, record, pipeline
+        self._batchers = list(pipeline.batchers if batchers is None else batchers)
+        self._connections = connections or NoConnections()
+        self._recorded = recorded or Recorded(run)
+        #: The pipeline with the producer that delivered the messages.
+        self._served = pipeline_of(pipeline, record)
+        #: The plans that decide about the messages.
+        self._plans: list[BatchPlan] = []
+        #: The batchers whose outcomes count; ``None``: all, and the process task's.
+        self._only: Collection[str] | None = None
 
-    try:
-        hand = in_hand_at_interruptions(recorded, record.generation, plans)
-        if hand is not None:
-            now = run.clock.now()
-            record_crash(
-                run.store, run.pipeline, record.generation, hand.messages, now, alone=hand.alone
-            )
-    except StagingError as error:  # nothing is lost: the next run only isolates less
-        log.warning(
-            "No crash is recorded of batches of generation %s: %s", record.generation, error
+    # -- the verdicts ----------------------------------------------------------------------------
+
+    def decide(self, *, final: bool, batches: Collection[str] | None = None) -> Decided:
+        """Decides the verdicts by the recorded outcomes: see :func:`build_settlement`."""
+        generation, recorded = self._record.generation, self._recorded
+        self._plans = recorded.deciding(self._batchers, generation)
+        return build_settlement(
+            self._run,
+            generation,
+            self._served,
+            self._plans,
+            final=final,
+            only=self._only,
+            recorded=recorded,
+            batches=batches,
         )
 
+    def resolve(self, *, void: bool) -> Decided:
+        """Decides the verdicts, once the batches in doubt are resolved.
 
-def _carry_out(
-    run: StagedRun,
-    record: GenerationRecord,
-    custodian: Callable[[], Custodian],
-    settlement: Settlement,
-    progress: Progress,
-    index: Callable[[SettleReport], None],
-) -> Settled:
-    def archive(report: SettleReport) -> None:
+        :param void: As for :func:`settle`.
+        """
+        run, record, pipeline = self._run, self._record, self._pipeline
+        sinks = self._sinks
+        self._only = sinks if void else None
+        self._check_removed_batchers()
+        decided = self.decide(final=not void)
+        if decided[1] or not (sinks or deletes_rows(pipeline, record)):
+            return decided
+        # From the intent on no try begins a commit; those begun before are ruled out.
+        begin_settlement(run, record, decided[0])
+        self._recorded.forget_outcomes()  # there may be more plans, batches and outcomes since
+        connections, recorded = self._connections, self._recorded
+        resolve(run, pipeline, record.generation, connections, sinks, recorded=recorded)
+        rule_out_deletion(pipeline, record, connections)
+        return self.decide(final=not void)
+
+    @cached_property
+    def _sinks(self) -> list[str]:
+        """The batchers that have a sink, or had one when a plan was written."""
+        return [
+            name
+            for name in self._batchers
+            if self._pipeline.batchers[name].sink is not None
+            or any(plan.sink is not None for plan in self._recorded.plans(name))
+        ]
+
+    def _check_removed_batchers(self) -> None:
+        """Checks that no batcher with a sink was removed or renamed: its outcomes would not count.
+
+        :raises SinkError: If one was.
+        """
+        generation = self._record.generation
+        manifest = self._run.manifest(generation)
+        for name in (manifest.batchers if manifest else {}).keys() - self._pipeline.batchers.keys():
+            for plan in self._recorded.plans(name):
+                if plan.sink is not None and generation in plan.generations:
+                    plan.check_sink(None)
+
+    # -- crashes ---------------------------------------------------------------------------------
+
+    def record_crash(self) -> None:
+        """Records that a process task died before it published its manifest.
+
+        Called before its messages are released; otherwise a message that crashes every process
+        could remain undetected.
+
+        :raises StagingError: If the record cannot be written.
+        """
+        run, record = self._run, self._record
+        if record.state != OPENED:  # it was releasing normally, or its crash is on record
+            return
+        path = paths.in_hand(record.generation)
+        in_hand: list[str] = []
+        try:
+            in_hand = read_json(run.files.read(path), path)["ids"]
+        except FileNotFoundError:
+            pass
+        except (StagingDamaged, KeyError) as error:  # its host died as well
+            log.warning("The messages in hand are unknown: %s", error)
+        record_crash(run.store, run.pipeline, record.generation, in_hand, run.clock.now())
+
+    def record_interruption(self) -> None:
+        """Records a crash if a whole task died at batches of a generation that have no outcome.
+
+        Called before the settlement, after which the messages may be redelivered.
+        """
+        from airflow_broadway.staging.isolation import in_hand_at_interruptions  # loads pyarrow
+
+        run, generation = self._run, self._record.generation
+        try:
+            hand = in_hand_at_interruptions(self._recorded, generation, self._plans)
+            if hand is not None:
+                now = run.clock.now()
+                record_crash(
+                    run.store, run.pipeline, generation, hand.messages, now, alone=hand.alone
+                )
+        except StagingError as error:  # nothing is lost: the next run only isolates less
+            log.warning("No crash is recorded of batches of generation %s: %s", generation, error)
+
+    # -- the settlement --------------------------------------------------------------------------
+
+    def carry_out(
+        self, custodian: OpenCustodian, settlement: Settlement, progress: Progress
+    ) -> Settled:
+        """Settles the messages at their broker, after the rows of dead letters are committed.
+
+        :raises SinkError: If the dead-letter table cannot be written; nothing is settled then.
+        """
+        run, record = self._run, self._record
+        sinks = [] if settlement.damaged else self._sinks
+        settlement = self._commit_dead_letters(settlement)
+
+        def between(report: SettleReport) -> None:
+            if sinks:
+                self._index(report, sinks)
+            self._archive(report, damaged=settlement.damaged)
+
+        report = settle_generation(
+            run, record, custodian(record), settlement, progress=progress, between=between
+        )
+        return Settled(report, progress.settled_now)
+
+    def _commit_dead_letters(self, settlement: Settlement) -> Settlement:
+        """Commits the rows of a settlement's dead letters; returns the settlement that they belong
+        to.
+
+        That is another one if a settlement begun before knew other outcomes.
+
+        :raises SinkError: If the table cannot be written; the generation remains unsettled.
+        """
+        run, record, pipeline = self._run, self._record, self._served
+        if pipeline.dead_letter_table is None or next(settlement.dead_letters(), None) is None:
+            return settlement
+        # It loads pyarrow.
+        from airflow_broadway.runs.dead_letter_table import commit_rows_of, fix_decision
+
+        begun = begin_settlement(run, record, settlement)
+        if not begun and settled_journal(run, record.generation) is not None:
+            return settlement
+        decision = fix_decision(run, record, settlement, self._only)
+        if not decision.own:
+            self._recorded.forget_outcomes()
+            self._only = decision.only
+            settlement, _, _ = self.decide(final=False, batches=decision.batches)
+        letters = settlement.dead_letters()
+        commit_rows_of(run, record, pipeline, letters, decision.at, self._connections)
+        return settlement
+
+    def _index(self, report: SettleReport, sinks: Collection[str]) -> None:
+        """Adds messages to the applied index.
+
+        :param sinks: The batchers with a sink.
+        """
+        run, generation = self._run, self._record.generation
+        manifest = run.manifest(generation)
+        if manifest is None or not (manifest.claims or report.again):
+            return
+        messages, sent = applied_messages(
+            run,
+            manifest,
+            self._served,
+            self._plans,
+            sinks,
+            report.again or ComingAgain(),
+            claims_of(run.store, run.pipeline, generation, manifest.claims),
+            recorded=self._recorded,
+        )
+        until = datetime.fromisoformat(manifest.ended_at)
+        for ids, kind in ((messages, False), (sent, True)):
+            if ids:
+                now = run.clock.now()
+                note_applied(run.store, run.pipeline, generation, ids, now, until, sent=kind)
+
+    def _archive(self, report: SettleReport, *, damaged: bool) -> None:
+        run, record = self._run, self._record
         try:
             manifest = run.manifest(record.generation)
         except StagingDamaged as error:
-            if not settlement.damaged:
+            if not damaged:
                 raise
             # All of it is redelivered, except messages that callbacks settled immediately.
             log.error("Nothing of generation %s is archived: %s", record.generation, error)
@@ -322,13 +336,3 @@ def _carry_out(
             from airflow_broadway.staging.archive.publication import publish  # loads pyarrow
 
             publish(run, record, manifest, report)
-
-    def between(report: SettleReport) -> None:
-        if not settlement.damaged:  # otherwise its messages are unknown
-            index(report)
-        archive(report)
-
-    report = settle_generation(
-        run, record, custodian(), settlement, progress=progress, between=between
-    )
-    return Settled(report, progress.settled_now)
