@@ -195,7 +195,7 @@ class AppliedMessages:
                     other,
                     record,
                     self._pipeline,
-                    lambda record=record: custodians.of(record),  # type: ignore[misc]
+                    custodians.of,
                     release_damaged=True,
                     connections=self._ports.connections,
                 )

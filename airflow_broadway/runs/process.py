@@ -362,7 +362,7 @@ class Process:
             self.staged,
             record,
             self.pipeline,
-            lambda: self._custodian,
+            lambda record: self._custodian,
             batchers=(),
             connections=self.ports.connections,
         )
@@ -391,7 +391,7 @@ class Process:
                 self.staged,
                 record,
                 self.pipeline,
-                lambda: self._custodian,
+                lambda record: self._custodian,
                 void=True,
                 own=True,
                 batchers=(),

@@ -163,7 +163,7 @@ def _settle(
             run,
             record,
             pipeline,
-            lambda: custodian,
+            lambda record: custodian,
             void=void,
             over=over,
             release_damaged=True,

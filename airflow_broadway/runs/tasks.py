@@ -376,14 +376,8 @@ class BatchTask:
                     " released without one.",
                     name,
                 )
-                record = self.staged.generation(name)
-                settle(
-                    self.staged,
-                    record,
-                    self.pipeline,
-                    lambda record=record: custodians.of(record),  # type: ignore[misc]
-                    connections=self.ports.connections,
-                )
+                record, connections = self.staged.generation(name), self.ports.connections
+                settle(self.staged, record, self.pipeline, custodians.of, connections=connections)
 
     def handle(self, plan: BatchPlan) -> dict[str, int] | None:
         """Runs ``handle_batch`` on each batch without an outcome; ``None`` if the engine is Spark.

@@ -179,7 +179,7 @@ class RunWatcher:
     ) -> bool:
         """Settles a generation if it is complete or ``final``; returns whether it is settled."""
 
-        def custodian() -> Custodian:
+        def custodian(record: GenerationRecord) -> Custodian:
             renewing.leave(record.generation)
             return self._custodians.of(record)
 

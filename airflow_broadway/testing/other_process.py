@@ -8,39 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any, Final, Self
 
-from airflow_broadway.core.custody.in_process import entry_of
-from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
-from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
+from airflow_broadway.core.custody.protocol import Lease, Settlement
+from airflow_broadway.core.custody.verdicts import ACK
+from airflow_broadway.core.formats.entries import load_line
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.harness import Harness, ids
-
-
-def third_and_seventh(place: int) -> Verdict:
-    """Returns the verdict for the n-th message: retry, dead-letter, or mostly acknowledge."""
-    if place % 3 == 0:
-        return Verdict(Action.RETRY, 1.0, "every third", "batch")
-    if place % 7 == 0:
-        return Verdict(Action.DEAD_LETTER, 0.0, "every seventh", "process")
-    return ACK
-
-
-def plain(messages: Sequence[Message]) -> list[list[Any]]:
-    """Serializes entries for settlement by another process."""
-    entries = [entry_of(message, ACK) for message in messages]
-    return [
-        [
-            entry.message_id,
-            entry.receipt,
-            entry.attempt,
-            None if entry.payload is None else entry.payload.decode("latin-1"),
-            entry.properties,
-        ]
-        for entry in entries
-    ]
 
 
 class Child:
@@ -103,20 +79,10 @@ def _hold(harness: Harness, generation: str, demand: str) -> None:
 def _settle(harness: Harness) -> None:
     """Settles the lease read from standard input, and waits to be killed."""
     request = json.loads(sys.stdin.readline())
-    entries = [
-        Entry(
-            key,
-            receipt,
-            third_and_seventh(place),
-            attempt,
-            None if payload is None else payload.encode("latin-1"),
-            properties,
-        )
-        for place, (key, receipt, attempt, payload, properties) in enumerate(request["entries"])
-    ]
+    entries = [load_line(line).entry for line in request["entries"]]
     settlement = Settlement(
         rest=ACK,
-        entries=lambda: (entry for entry in entries if entry.verdict is not ACK),
+        entries=lambda: (entry for entry in entries if entry.verdict != ACK),
         everything=lambda: iter(entries),
         expected=len(entries),
     )

@@ -7,10 +7,12 @@ import time
 
 import pytest
 
-from airflow_broadway.core.custody.verdicts import ACK
+from airflow_broadway.core.custody.in_process import entry_of
+from airflow_broadway.core.custody.verdicts import ACK, Action, Verdict
+from airflow_broadway.core.formats.entries import dump_entry
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
-from airflow_broadway.testing.other_process import Child, plain, third_and_seventh
+from airflow_broadway.testing.other_process import Child
 
 
 class Killing(ContractBase):
@@ -43,11 +45,11 @@ class Killing(ContractBase):
         harness.send(bodies(count))
         lease, messages = self.hold(harness, "settled")
         # Every third is retried, every seventh of the others a dead letter.
-        verdicts = {m.message_id: third_and_seventh(place) for place, m in enumerate(messages)}
-        verdicts = {key: verdict for key, verdict in verdicts.items() if verdict is not ACK}
+        entries = [entry_of(m, _third_and_seventh(place)) for place, m in enumerate(messages)]
+        verdicts = {entry.message_id: entry.verdict for entry in entries if entry.verdict != ACK}
         settlement = settlement_of(messages, verdicts)
         with Child(harness, "settle") as child:
-            child.send({"lease": lease.to_json(), "entries": plain(messages)})
+            child.send({"lease": lease.to_json(), "entries": list(map(dump_entry, entries))})
             child.line()
             time.sleep(random.Random(seed).uniform(0.0, 0.1))
             child.kill()
@@ -72,3 +74,12 @@ class Killing(ContractBase):
 
         all_ids = [*drained[0], *drained[1]]
         assert len(all_ids) == len(set(all_ids)) == 2_000
+
+
+def _third_and_seventh(place: int) -> Verdict:
+    """Returns the verdict for the n-th message: retry, dead-letter, or mostly acknowledge."""
+    if place % 3 == 0:
+        return Verdict(Action.RETRY, 1.0, "every third", "batch")
+    if place % 7 == 0:
+        return Verdict(Action.DEAD_LETTER, 0.0, "every seventh", "process")
+    return ACK
