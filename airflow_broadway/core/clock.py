@@ -12,15 +12,12 @@ class Clock(Protocol):
 
     def now(self) -> datetime:
         """Returns the current time: aware, UTC."""
-        ...
 
     def monotonic(self) -> float:
         """Returns seconds from a fixed but arbitrary origin; never decreases."""
-        ...
 
     def sleep(self, seconds: float) -> None:
         """Blocks for ``seconds``."""
-        ...
 
 
 class SystemClock:

@@ -99,27 +99,21 @@ class _Storage(Protocol):
 
     def create(self, path: str, data: bytes) -> bool:
         """Writes a whole file unless it exists; of several concurrent calls one succeeds."""
-        ...
 
     def read(self, path: str) -> bytes | None:
         """Returns a file's content; ``None`` if there is none."""
-        ...
 
     def find(self, folder: str) -> list[str]:
         """Returns the files below a folder, relative to it, sorted; none if it does not exist."""
-        ...
 
     def sync(self, folder: str) -> None:
         """Makes the files below a folder durable."""
-        ...
 
     def publish(self, path: str, target: str) -> None:
         """Makes a file visible as ``target``, whole, unless it is; a missing file was published."""
-        ...
 
     def remove(self, folder: str) -> None:
         """Removes a folder with its files, if it exists."""
-        ...
 
 
 def _open_storage(uri: str) -> _Storage:

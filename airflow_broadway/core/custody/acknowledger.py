@@ -23,11 +23,9 @@ class AckSink(Protocol):
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         """Records the verdicts of one stage result."""
-        ...
 
     def settle_now(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         """Carries out these verdicts before returning; raises the broker's errors."""
-        ...
 
 
 class RunAcknowledger:

@@ -172,11 +172,9 @@ class DeadLetters(Protocol):
     @property
     def place(self) -> str:
         """Its name at the broker."""
-        ...
 
     def count(self) -> int:
         """Returns the number of dead letters, by the broker's count."""
-        ...
 
     def letters(self, choice: Choice = EVERY) -> Iterator[DeadLetter]:
         """Iterates over the matching dead letters, roughly by age; they are not removed.
@@ -184,7 +182,6 @@ class DeadLetters(Protocol):
         Close the iterator if it is not exhausted: some brokers hide the dead letters that it has
         read from other consumers meanwhile.
         """
-        ...
 
     def requeue(self, choice: Choice = EVERY, *, to: str | None = None) -> Moved:
         """Requeues matching dead letters to the pipeline's source, each with its own route and
@@ -194,12 +191,9 @@ class DeadLetters(Protocol):
 
         :param to: Another queue or topic as destination.
         """
-        ...
 
     def delete(self, choice: Choice = EVERY) -> Moved:
         """Deletes the matching dead letters permanently."""
-        ...
 
     def close(self) -> None:
         """Releases connections.  Safe to repeat."""
-        ...

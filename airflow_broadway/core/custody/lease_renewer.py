@@ -23,7 +23,6 @@ class Renewer(Protocol):
 
     def renew(self, lease: Lease) -> Lease | None:
         """Renews as :meth:`airflow_broadway.core.custody.protocol.Custodian.renew`."""
-        ...
 
     def close(self) -> None: ...
 

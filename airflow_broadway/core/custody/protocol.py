@@ -158,7 +158,6 @@ class Source(Protocol):
     @property
     def lease(self) -> Lease:
         """The current lease; valid, and worth recording, before the first :meth:`receive`."""
-        ...
 
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
         """Returns at most ``demand`` messages, waiting up to ``timeout`` seconds for the first.
@@ -169,7 +168,6 @@ class Source(Protocol):
         :raises ProducerUnavailable: The broker could not be reached; retrying may succeed.
         :raises ProducerError: The broker refused.
         """
-        ...
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Makes custody of ``messages`` independent of this process, and returns those secured.
@@ -178,7 +176,6 @@ class Source(Protocol):
         empty call has no effect: only :meth:`stop` ends a run.  A source whose messages are
         secured on receipt returns them unchanged.
         """
-        ...
 
     def stop(self) -> Sequence[Message]:
         """Stops receiving, and returns messages that are secured but were never delivered.
@@ -191,14 +188,12 @@ class Source(Protocol):
 
         :raises ProducerUnavailable: If the broker does not confirm the messages in flight.
         """
-        ...
 
     def close(self) -> None:
         """Stops, and releases connections.  Secured messages stay leased; others are released.
 
         Safe to repeat.
         """
-        ...
 
 
 class Custodian(Protocol):
@@ -209,11 +204,9 @@ class Custodian(Protocol):
 
         A producer whose leases cannot be renewed returns ``lease`` unchanged until it lapses.
         """
-        ...
 
     def holds(self, lease: Lease) -> bool:
         """Returns whether the lease is active: neither lapsed nor released nor settled."""
-        ...
 
     def settle(self, lease: Lease, settlement: Settlement) -> SettleReport:
         """Carries out the verdicts and ends the lease; idempotent.
@@ -222,7 +215,6 @@ class Custodian(Protocol):
             behind a message of their group, those that had lapsed, and those that an earlier call
             settled by other verdicts.
         """
-        ...
 
     def settle_now(self, lease: Lease, entries: Iterable[Entry]) -> SettleReport:
         """Carries out ``entries`` and keeps the lease for other messages (``ack_immediately``).
@@ -231,8 +223,6 @@ class Custodian(Protocol):
         :returns: A report on them alone, whose ``undone`` names those not carried out; a second
             identical call returns the same report.
         """
-        ...
 
     def close(self) -> None:
         """Releases connections.  Safe to repeat."""
-        ...

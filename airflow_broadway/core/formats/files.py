@@ -46,15 +46,12 @@ class Files(Protocol):
 
         :raises FileNotFoundError: If there is none.
         """
-        ...
 
     def exists(self, path: str) -> bool:
         """Returns whether the file exists."""
-        ...
 
     def list(self, folder: str) -> list[str]:
         """Returns a folder's names, sorted, without hidden ones; empty for a missing folder."""
-        ...
 
     def modified(self, path: str) -> float | None:
         """Returns a file's modification time, by the file system's clock, in Unix seconds.
@@ -62,32 +59,27 @@ class Files(Protocol):
         :returns: ``None`` if the file system has none.
         :raises FileNotFoundError: If there is no such file.
         """
-        ...
 
     def create(self, path: str, text: str) -> bool:
         """Writes a whole, durable file unless it exists; returns whether this call wrote it.
 
         Of several concurrent calls exactly one succeeds.
         """
-        ...
 
     def replace(self, path: str, text: str) -> None:
         """Writes a whole, durable file, replacing any."""
-        ...
 
     def write_lines(self, path: str, lines: Iterable[str]) -> int:
         """Writes a new, durable file of lines, streamed; returns the number of lines.
 
         It is visible while incomplete: publish its name only afterwards.
         """
-        ...
 
     def lines(self, path: str) -> Iterator[str]:
         """Iterates over a file's lines, streamed, without newlines.
 
         :raises FileNotFoundError: If there is none.
         """
-        ...
 
 
 def check_path(path: str, folder: str) -> str:

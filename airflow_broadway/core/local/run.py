@@ -150,11 +150,9 @@ class LocalSinks(Protocol):
 
     def commit_of(self, batcher: str) -> CommitRows:
         """Returns the commit function of one batch processor."""
-        ...
 
     def close(self) -> None:
         """Releases connections."""
-        ...
 
 
 def run_local(

@@ -59,7 +59,6 @@ class Acknowledger(Protocol):
 
     def ack(self, ack_ref: Any, successful: list[Any], failed: list[Any]) -> None:
         """Settles the messages ``successful`` and ``failed``; never both empty."""
-        ...
 
 
 class NoopAcknowledger:

@@ -39,7 +39,6 @@ class Connections(Protocol):
 
         :raises ConnectionMissing: If there is none.
         """
-        ...
 
 
 class NoConnections:

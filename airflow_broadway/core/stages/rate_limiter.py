@@ -31,7 +31,6 @@ class RateState(Protocol):
 
         ``change`` gets ``None`` the first time, and may be called again after a conflict.
         """
-        ...
 
 
 class MemoryRateState:

@@ -29,19 +29,15 @@ class Suspects(Protocol):
 
     def is_suspect(self, message: Message) -> bool:
         """Returns whether the message is to be handled apart."""
-        ...
 
     def reason_to_blame(self, message: Message) -> str:
         """Returns why the message is dead-lettered unhandled; empty if it is handled."""
-        ...
 
     def portions(self, messages: Sequence[Message]) -> Iterable[list[Message]]:
         """Divides messages, in order, into portions that may be in hand together."""
-        ...
 
     def note_in_hand(self, messages: Sequence[Message]) -> None:
         """Records which messages the child process handles from now on; none when it is done."""
-        ...
 
 
 class SuspectLane:

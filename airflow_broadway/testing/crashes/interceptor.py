@@ -32,7 +32,6 @@ class Boundary(Protocol):
 
     def install(self, interceptor: Interceptor) -> None:
         """Replaces the calls; called once in the process of the execution, before its task."""
-        ...
 
 
 class Interceptor:
