@@ -100,7 +100,7 @@ def fix_decision(
     """Writes the decision on a generation's rows, unless it is written; returns the valid one."""
     path = paths.dead_letters(record.generation)
     own = {"batches": sorted(settlement.batches), "only": None if only is None else sorted(only)}
-    created = run.create_once(path, settling_record(run, record, "", **own))
+    created = run.create_once(path, settling_record(run, record, **own))
     value = json.loads(run.read_once(path))
     check_version(value, path)
     at = datetime.fromisoformat(value["at"])

@@ -84,12 +84,12 @@ class GenerationRecord:
         return json.dumps(value, sort_keys=True)
 
     @classmethod
-    def loads(cls, text: str, path: str, state: str = OPENED) -> GenerationRecord:
+    def loads(cls, text: str, path: str) -> GenerationRecord:
         """Parses the output of :meth:`dumps`.
 
         :raises StagingError: If a newer release wrote it, or it is damaged.
         """
-        return dataclasses.replace(load(cls, text, path), state=state)
+        return load(cls, text, path)
 
 
 def dag_folder(store: Store, pipeline: str, dag_id: str) -> Folder:

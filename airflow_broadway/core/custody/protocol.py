@@ -112,8 +112,6 @@ class Settlement:
     :param settled_now: The recorded results of ``settle_now`` under the lease.  A custodian that
         counts them itself adds unrecorded ones (its caller died before recording) to its report;
         ``None``: the caller records none.
-    :param died: Ids of messages without an outcome, in batches whose process died: a custodian
-        that isolates poison messages counts one death for each.
     :param damaged: Whether a published manifest cannot be read any more: all messages are released,
         and no death is counted.
     :param dead_letters: The messages that are dead-lettered, streamed, for the dead-letter table.
@@ -125,7 +123,6 @@ class Settlement:
     everything: Callable[[], Iterator[Entry]] | None = None
     expected: int | None = None
     settled_now: SettleReport | None = None
-    died: frozenset[str] = frozenset()
     damaged: bool = False
     dead_letters: Callable[[], Iterator[DeadLettered]] = lambda: iter(())
     batches: tuple[str, ...] = ()

@@ -145,14 +145,12 @@ class Overview:
         return bool(failed) and not self.totals.get("acked", 0)
 
 
-def overview_of(
-    run: StagedRun, *, clock: Clock | None = None, recorded: Recorded | None = None
-) -> Overview:
+def overview_of(run: StagedRun, *, recorded: Recorded | None = None) -> Overview:
     """Builds the overview of a run from its files.
 
     :raises StagingError: If they cannot be read or are damaged.
     """
-    clock = clock or SystemClock()
+    clock = SystemClock()
     recorded = recorded or Recorded(run)
     records = run.generations()
     report = kept_report(run)

@@ -46,7 +46,7 @@ class SettlementJournal(NamedTuple):
     :param report: The report of the settlement.
     :param settled_now: Messages settled immediately by callbacks, in processors and batches.
     :param received: Messages by its manifest; ``None`` without one.
-    :param by: The task and its try, or the host, that settled it.
+    :param by: The host that settled it.
     :param at: Time in ISO 8601.
     """
 
@@ -74,13 +74,10 @@ def settled_journal(run: StagedRun, generation: str) -> SettlementJournal | None
     )
 
 
-def settling_record(run: StagedRun, record: GenerationRecord, by: str, **values: Any) -> str:
-    """Returns a file of a generation's settlement as JSON.
-
-    :param by: The task and its try; the host by default.
-    """
+def settling_record(run: StagedRun, record: GenerationRecord, **values: Any) -> str:
+    """Returns a file of a generation's settlement as JSON."""
     header = {"version": VERSION, "release": __version__, "generation": record.generation}
-    signature = {"by": by or host_name(), "at": run.clock.now().isoformat()}
+    signature = {"by": host_name(), "at": run.clock.now().isoformat()}
     return json.dumps({**header, **values, **signature})
 
 
@@ -90,7 +87,6 @@ def record_settled(
     report: SettleReport,
     *,
     progress: Progress | None = None,
-    by: str = "",
 ) -> SettlementJournal:
     """Writes the journal of a generation unless there is one.
 
@@ -101,7 +97,6 @@ def record_settled(
     text = settling_record(
         run,
         record,
-        by,
         report=replace(report, again=None).to_json(),
         received=progress.received or None,
         settled_now=progress.settled_now.to_json(),

@@ -132,15 +132,13 @@ def applied_messages(
     return messages, sent
 
 
-def begin_settlement(
-    run: StagedRun, record: GenerationRecord, settlement: Settlement, *, by: str = ""
-) -> bool:
+def begin_settlement(run: StagedRun, record: GenerationRecord, settlement: Settlement) -> bool:
     """Writes the intent to settle, after which no try begins or records a batch.
 
     :returns: Whether it was written by this call.
     """
     rest = settlement.rest.action.value
-    intent = settling_record(run, record, by, rest=rest, expected=settlement.expected)
+    intent = settling_record(run, record, rest=rest, expected=settlement.expected)
     return run.files.create(paths.intent(record.generation), intent)
 
 
@@ -151,7 +149,6 @@ def settle_generation(
     settlement: Settlement,
     *,
     progress: Progress | None = None,
-    by: str = "",
     between: Callable[[SettleReport], None] = lambda report: None,
 ) -> SettleReport:
     """Settles one generation at its broker, once.
@@ -164,11 +161,10 @@ def settle_generation(
     messages are released and redelivered.
 
     :param progress: The counts of :func:`build_settlement`, for the journal.
-    :param by: The task and its try, for display.
     :param between: An idempotent step that belongs to the settlement.
     :raises BroadwayError: Any error of the custodian; the generation then remains unsettled.
     """
-    begun = begin_settlement(run, record, settlement, by=by)
+    begun = begin_settlement(run, record, settlement)
     done = None if begun else settled_journal(run, record.generation)
     if done is not None:
         return done.report
@@ -176,4 +172,4 @@ def settle_generation(
         log.info("generation %s: resuming a settlement begun before", record.generation)
     report = custodian.settle(run.lease(record), settlement)
     between(report)
-    return record_settled(run, record, report, progress=progress, by=by).report
+    return record_settled(run, record, report, progress=progress).report
