@@ -312,9 +312,8 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
 
     def poll_until_complete(self, external_id: JsonValue, context: Context) -> None:
         if isinstance(self._hook, SparkSubmitHook) and self._hook._is_yarn:
-            self._hook._yarn_application_id = str(
-                external_id
-            )  # so that a resumed one can be killed
+            # So that a resumed one can be killed.
+            self._hook._yarn_application_id = str(external_id)
         try:
             super().poll_until_complete(external_id, context)
         except RuntimeError as error:
@@ -442,6 +441,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
     def _chosen_for(self, master: str, deploy_mode: str, binary: str) -> Chosen:
         from airflow_broadway.submit.submission import Chosen
 
+        files = {"files": self.files, "jars": self.jars, "archives": self._archives}
         return Chosen(
             master=master,
             deploy_mode=deploy_mode,
@@ -450,15 +450,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
             env_vars=self.env_vars or {},
             properties_file=self.properties_file,
             py_files=self.py_files or "",
-            files={
-                name: text
-                for name, text in (
-                    ("files", self.files),
-                    ("jars", self.jars),
-                    ("archives", self._archives),
-                )
-                if text
-            },
+            files={option: text for option, text in files.items() if text},
         )
 
     def _check_connect(self, url: str) -> None:
@@ -468,21 +460,15 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         """
         if not url.startswith("sc://"):
             raise OptionsError("remote", "the URL of a Spark Connect server, sc://host:port", url)
-        given = {
-            parameter.name: getattr(self, parameter.name, getattr(self, f"_{parameter.name}", None))
-            for parameter in _SUBMIT_ONLY
-        }
-        refused = {
-            parameter.name: given[parameter.name]
-            for parameter in _SUBMIT_ONLY
-            if given[parameter.name] not in (None, parameter.default)
-        }
-        conf = self.conf or {}
-        refused |= {f"conf.{name}": conf[name] for name in conf if _SERVER_CONF.fullmatch(name)}
-        for name, value in refused.items():
-            raise OptionsError(
-                name, "no value with Spark Connect: set it where the server is started", value
-            )
+        rule = "no value with Spark Connect: set it where the server is started"
+        for parameter in _SUBMIT_ONLY:
+            name = parameter.name
+            value = getattr(self, name, getattr(self, f"_{name}", None))
+            if value not in (None, parameter.default):
+                raise OptionsError(name, rule, value)
+        for name, value in (self.conf or {}).items():
+            if _SERVER_CONF.fullmatch(name):
+                raise OptionsError(f"conf.{name}", rule, value)
 
     @staticmethod
     def _client_options(store: Store) -> dict[str, Any]:

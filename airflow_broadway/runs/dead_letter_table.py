@@ -12,7 +12,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import datetime
 from hashlib import sha256
 from typing import Any, Final, NamedTuple, TypeVar
@@ -144,7 +144,8 @@ class _Table:
         table: Any = pipeline.dead_letter_table
         self.uri = table.uri
         self._pipeline = pipeline
-        self._client: SinkClient = self._told(lambda: table.open(SinkEnv(connections=connections)))
+        with self._translated():
+            self._client: SinkClient = table.open(SinkEnv(connections=connections))
 
     def commit(self, commit_id: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Commits rows under an id that no other rows have."""
@@ -155,23 +156,21 @@ class _Table:
         commit = Commit(
             commit_id=commit_id, attempt=attempt, batch=info, pipeline=self._pipeline.name
         )
-
-        def write() -> None:
+        with self._translated():
             try:
                 self._client.commit(table, commit)
             except CommitRefused:
                 if not self._client.landed([commit_id]):
                     raise
 
-        self._told(write)
-
     def close(self) -> None:
         """Releases connections."""
         self._client.close()
 
-    def _told(self, call: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
         try:
-            return call()
+            yield
         except Exception as error:
             # The commit may have landed all the same: then a later one of its id is refused.
             reason = str(error) if isinstance(error, SinkError) else reason_of(error)

@@ -326,6 +326,7 @@ class _PythonClient(_Client):
     """Writes Arrow tables."""
 
     def _write(self, rows: Any, folder: str, name: str) -> None:
+        import pyarrow as pa
         import pyarrow.dataset as ds
 
         storage: Any = self.storage
@@ -342,7 +343,7 @@ class _PythonClient(_Client):
             format=parquet,
             file_options=parquet.make_write_options(compression=self.options.compression),
             filesystem=getattr(storage, "fs", None),
-            partitioning=ds.partitioning(_schema(columns), flavor="hive") if columns else None,
+            partitioning=ds.partitioning(pa.schema(columns), flavor="hive") if columns else None,
             basename_template=f"{name}-{{i}}.parquet",
             existing_data_behavior="overwrite_or_ignore",
         )
@@ -370,12 +371,6 @@ class _SparkClient(_Client):
                 number += 1
             else:  # a checksum, or Spark's mark of success
                 os.remove(os.path.join(at, base))
-
-
-def _schema(fields: list[Any]) -> Any:
-    import pyarrow as pa
-
-    return pa.schema(fields)
 
 
 def _marker(commit_id: str) -> str:

@@ -90,18 +90,17 @@ class PostgresTable(Options, Sink):
         return (self.conn_id,)
 
     def open(self, env: SinkEnv) -> SinkClient:
-        client = _Client(self, env.connections.get(self.conn_id))
-        client.prepare()
-        return client
+        return _Client(self, env.connections.get(self.conn_id))
 
     def open_spark(self, spark: Any, env: SinkEnv) -> SinkClient:
-        client = _SparkClient(self, env.connections.get(self.conn_id))
-        client.prepare()
-        return client
+        return _SparkClient(self, env.connections.get(self.conn_id))
 
 
 class _Client(SinkClient):
-    """Connects anew for each call: hours may lie between two commits."""
+    """Connects anew for each call: hours may lie between two commits.
+
+    :raises SinkError: If the database cannot be reached, or lacks the table or a privilege.
+    """
 
     def __init__(self, sink: PostgresTable, connection: Connection) -> None:
         self._psycopg = import_client("psycopg", "postgres")
@@ -109,12 +108,10 @@ class _Client(SinkClient):
         identifier = self._psycopg.sql.Identifier
         self._table = identifier(*sink.table.split("."))
         self._ledger = identifier(*sink.ledger.split("."))
+        self._prepare()
 
-    def prepare(self) -> None:
-        """Creates the ledger, and checks that the table exists.
-
-        :raises SinkError: If the database cannot be reached, or lacks the table or a privilege.
-        """
+    def _prepare(self) -> None:
+        """Creates the ledger, and checks that the table exists."""
         with self._reaching() as session:
             self._run(session, "SELECT FROM {table} LIMIT 0")
             if self._sink.time_column is not None:

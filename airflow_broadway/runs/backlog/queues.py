@@ -7,9 +7,9 @@ producer's class and options, except functions, which reading a depth never call
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 from collections.abc import Iterator, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
@@ -143,17 +143,14 @@ def _class_path(cls: type[Producer]) -> str:
 
 
 def _import(path: str, *, own: bool) -> type[Producer]:
-    module, _, name = path.partition(":")
-    if own and not module.startswith(_OWN):
+    if own and not path.startswith(_OWN):
         raise PipelineError(
             f"the producer {path!r} is not one of this package, and no other code runs here: list"
             " its dead letters with `airflow-broadway dead-letters` where a worker runs"
         )
     try:
-        cls: Any = importlib.import_module(module)
-        for part in name.split("."):
-            cls = getattr(cls, part)
-    except (ImportError, AttributeError) as error:
+        cls = resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise PipelineError(
             f"the producer {path!r} cannot be imported here: {error}; install its module where the"
             " triggerer runs"
