@@ -14,11 +14,10 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.custody.producer import Producer
-from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.deaths import interruptions_of
-from airflow_broadway.core.formats.entries import dump_entry
+from airflow_broadway.core.formats.entries import dump_entry, entry_of_row
 from airflow_broadway.core.formats.isolation import CRASHED, OnRecord
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.ownership import Ownership
@@ -205,19 +204,10 @@ def dead_letter(
 
 def _line(row: Mapping[str, Any], batch: PlannedBatch, producer: Producer, reason: str) -> str:
     """Builds the entry of a message that is dead-lettered."""
-    payload = row.get("_payload")
     name = row["_on_failure"] or producer.on_failure
     verdict = Verdict(Action.DEAD_LETTER, 0.0, reason, "batch")
-    if payload is None and producer.keeps_payload:
+    if row.get("_payload") is None and producer.keeps_payload:
         facts = Facts(name, row["attempt"], row["redelivered"], reason, "batch", row["message_id"])
         verdict = producer.judge(facts)
-    entry = Entry(
-        row["message_id"],
-        row["_receipt"] or "",
-        verdict,
-        row["attempt"],
-        payload,
-        row.get("_properties"),
-    )
     source = row["source"] if len(batch.sources) > 1 else None
-    return dump_entry(entry, source=source)
+    return dump_entry(entry_of_row(row, verdict), source=source)

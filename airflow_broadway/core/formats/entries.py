@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping
 from math import isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.protocol import Entry
 from airflow_broadway.core.custody.verdicts import MAX_REASON, Action, Verdict
@@ -47,6 +48,21 @@ def dump_entry(entry: Entry, *, source: int | None = None, settled: bool = False
     if source is not None:
         line += f',"source":{source}'
     return line + (',"settled":true}' if settled else "}")
+
+
+def entry_of_row(row: Mapping[str, Any], verdict: Verdict) -> Entry:
+    """Returns the entry of a staged message.
+
+    :param row: Its columns for settlement.
+    """
+    return Entry(
+        row["message_id"],
+        row["_receipt"] or "",
+        verdict,
+        row["attempt"],
+        row.get("_payload"),
+        row.get("_properties"),
+    )
 
 
 class EntryLine(NamedTuple):

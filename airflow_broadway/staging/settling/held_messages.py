@@ -12,7 +12,7 @@ from airflow_broadway.core.custody.protocol import DeadLettered, Entry
 from airflow_broadway.core.custody.report import CLASS_OF, SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.errors import StagingDamaged
-from airflow_broadway.core.formats.entries import EntryLine
+from airflow_broadway.core.formats.entries import EntryLine, entry_of_row
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.text import many
@@ -254,7 +254,7 @@ class HeldMessages:
         columns = ["message_id", "_receipt", "attempt", "_acked", *self._payload_columns()]
         for row in self._rows(columns):
             if not row["_acked"] and row["message_id"] not in settled:
-                yield _entry(row, rest)
+                yield entry_of_row(row, rest)
 
     def _payload_columns(self) -> list[str]:
         return ["_payload", "_properties"] if self._producer.keeps_payload else []
@@ -295,7 +295,7 @@ class HeldMessages:
                 stage="batch",
                 message_id=row["message_id"],
             )
-            yield batch_id, _entry(row, producer.judge(facts))
+            yield batch_id, entry_of_row(row, producer.judge(facts))
 
     def _rows_in(
         self, decided: _Decided, columns: Sequence[str]
@@ -319,14 +319,3 @@ class HeldMessages:
                 f"batches of {plan.path} hold {many(expected, 'message')} of generation"
                 f" {generation}, but its files hold {count}"
             )
-
-
-def _entry(row: dict[str, Any], verdict: Verdict) -> Entry:
-    return Entry(
-        row["message_id"],
-        row["_receipt"],
-        verdict,
-        row["attempt"],
-        row.get("_payload"),
-        row.get("_properties"),
-    )
