@@ -13,7 +13,7 @@ import pytest
 from airflow_broadway.core.custody.protocol import Custodian, Lease, Settlement, Source
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.testing.harness import Harness, settlement_of
+from airflow_broadway.testing.harness import Harness, bodies, settlement_of
 
 
 class ContractBase(ABC):
@@ -80,6 +80,13 @@ class ContractBase(ABC):
             messages = self.take(source, demand)
             messages += source.stop()
             return self.copied(source.lease), messages
+
+    def send_and_hold(
+        self, harness: Harness, count: int, generation: str = "g1"
+    ) -> tuple[Lease, list[Message]]:
+        """Sends messages, and receives them as :meth:`hold` does."""
+        harness.send(bodies(count))
+        return self.hold(harness, generation)
 
     def settle(self, harness: Harness, lease: Lease, settlement: Settlement) -> SettleReport:
         """Settles by a new custodian."""

@@ -42,8 +42,7 @@ class Killing(ContractBase):
     def test_a_kill_during_a_settlement_loses_nothing(self, harness: Harness, seed: int) -> None:
         self.need_independent()
         count = self.many
-        harness.send(bodies(count))
-        lease, messages = self.hold(harness, "settled")
+        lease, messages = self.send_and_hold(harness, count, "settled")
         # Every third is retried, every seventh of the others a dead letter.
         entries = [entry_of(m, _third_and_seventh(place)) for place, m in enumerate(messages)]
         verdicts = {entry.message_id: entry.verdict for entry in entries if entry.verdict != ACK}

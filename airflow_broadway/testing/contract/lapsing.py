@@ -21,8 +21,7 @@ class Lapsing(ContractBase):
     def test_a_renewed_lease_outlives_its_first_deadline(self, harness: Harness) -> None:
         if not harness.producer().renews:
             pytest.skip("leases of this producer have a fixed bound")
-        harness.send(bodies(4))
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 4)
         with self.custodian(harness) as custodian:
             for _ in range(4):
                 harness.pass_time(harness.lease * 0.6)
@@ -35,8 +34,7 @@ class Lapsing(ContractBase):
             assert custodian.settle(lease, settlement_of(messages)).acked == 4
 
     def test_messages_of_a_lapsed_lease_are_redelivered_and_marked(self, harness: Harness) -> None:
-        harness.send(bodies(5))
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 5)
         harness.pass_time(harness.lease * 1.1)
 
         with self.custodian(harness) as custodian:
@@ -52,8 +50,7 @@ class Lapsing(ContractBase):
     def test_a_zombie_settles_no_message_of_another_generation(self, harness: Harness) -> None:
         if not self.tells_lapse:
             pytest.skip("this broker gives no signal of a lapse")
-        harness.send(bodies(6))
-        old, messages = self.hold(harness, "zombie")
+        old, messages = self.send_and_hold(harness, 6, "zombie")
         harness.pass_time(harness.lease * 1.1)
         new, again = self.hold(harness, "heir")
         assert len(again) == 6
@@ -79,8 +76,7 @@ class Lapsing(ContractBase):
     ) -> None:
         if not self.tells_lapse:
             pytest.skip("this broker gives no signal of a lapse")
-        harness.send(bodies(6))
-        old, messages = self.hold(harness, "zombie")
+        old, messages = self.send_and_hold(harness, 6, "zombie")
         with self.custodian(harness) as custodian:
             early = [entry_of(message, ACK) for message in messages[:2]]
             assert custodian.settle_now(old, early) == SettleReport(acked=2)

@@ -15,13 +15,15 @@ from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 
 
+_RETRY = Verdict(Action.RETRY, 1.0, "once more", "batch")
+_DEAD = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
+
+
 class Settling(ContractBase):
     """The promises of a custodian."""
 
     def test_a_secured_message_outlives_its_source(self, harness: Harness) -> None:
-        harness.send(bodies(3))
-
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 3)
 
         # With the source closed, no other run receives the messages, and another process settles.
         assert self.rest_of_queue(harness) == []
@@ -31,8 +33,7 @@ class Settling(ContractBase):
             assert not custodian.holds(lease)
 
     def test_acknowledged_messages_are_never_redelivered(self, harness: Harness) -> None:
-        harness.send(bodies(30))
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 30)
 
         self.settle(harness, lease, settlement_of(messages))
 
@@ -61,10 +62,8 @@ class Settling(ContractBase):
         assert last.message_id == message.message_id
 
     def test_a_dead_lettered_message_is_not_redelivered(self, harness: Harness) -> None:
-        harness.send(bodies(4))
-        lease, messages = self.hold(harness, "g1")
-        dead = Verdict(Action.DEAD_LETTER, 0.0, "no departure delay", "process")
-        settlement = settlement_of(messages, dict.fromkeys(ids(messages[:3]), dead))
+        lease, messages = self.send_and_hold(harness, 4)
+        settlement = settlement_of(messages, dict.fromkeys(ids(messages[:3]), _DEAD))
 
         report = self.settle(harness, lease, settlement)
 
@@ -75,8 +74,7 @@ class Settling(ContractBase):
         assert self.rest_of_queue(harness) == []
 
     def test_a_message_left_to_the_broker_is_counted_left(self, harness: Harness) -> None:
-        harness.send(bodies(2))
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 2)
 
         report = self.settle(harness, lease, settlement_of(messages, rest=LEAVE))
 
@@ -85,8 +83,7 @@ class Settling(ContractBase):
     def test_a_released_message_is_redelivered_immediately_on_the_same_attempt(
         self, harness: Harness
     ) -> None:
-        harness.send(bodies(5))
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 5)
 
         report = self.settle(harness, lease, settlement_of(messages, rest=RELEASE))
 
@@ -98,8 +95,7 @@ class Settling(ContractBase):
             assert all(message.attempt == 1 for message in again)
 
     def test_a_generation_without_a_manifest_is_released(self, harness: Harness) -> None:
-        harness.send(bodies(5))
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 5)
 
         report = self.settle(harness, lease, Settlement(rest=RELEASE))
 
@@ -108,14 +104,8 @@ class Settling(ContractBase):
 
     def test_every_message_is_in_exactly_one_count(self, harness: Harness) -> None:
         self.need_independent()
-        harness.send(bodies(60))
-        lease, messages = self.hold(harness, "g1")
-        choice = [
-            Verdict(Action.RETRY, 1.0, "once more", "batch"),
-            Verdict(Action.DEAD_LETTER, 0.0, "bad", "process"),
-            LEAVE,
-            RELEASE,
-        ]
+        lease, messages = self.send_and_hold(harness, 60)
+        choice = [_RETRY, _DEAD, LEAVE, RELEASE]
         verdicts = {
             message.message_id: choice[place % 5]
             for place, message in enumerate(messages)
@@ -129,8 +119,7 @@ class Settling(ContractBase):
 
     def test_settling_again_changes_nothing_and_reports_the_same(self, harness: Harness) -> None:
         self.need_independent()
-        harness.send(bodies(6))
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 6)
         verdicts = {messages[0].message_id: RELEASE}
         first = self.settle(harness, lease, settlement_of(messages, verdicts))
         taken, [again] = self.hold(harness, "g2")
@@ -147,20 +136,12 @@ class Settling(ContractBase):
     def test_the_report_lists_exactly_the_redelivered_messages(self, harness: Harness) -> None:
         """Includes messages released behind one of their group, or released immediately."""
         harness.groups = 4
-        harness.send(bodies(40))
-        lease, messages = self.hold(harness, "g1")
-        dead = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
-        verdicts = {
-            message.message_id: verdict
-            for message, verdict in zip(
-                messages[6:12],
-                [dead, RELEASE, Verdict(Action.RETRY, 1.0, "once more", "batch"), dead, dead],
-                strict=False,
-            )
-        }
+        lease, messages = self.send_and_hold(harness, 40)
+        some = [_DEAD, RELEASE, _RETRY, _DEAD, _DEAD]
+        verdicts = dict(zip(ids(messages[6:11]), some, strict=True))
         with self.custodian(harness) as custodian:
             at_once = [messages[0].message_id, messages[-1].message_id]
-            entries = [entry_of(messages[0], dead), entry_of(messages[-1], RELEASE)]
+            entries = [entry_of(messages[0], _DEAD), entry_of(messages[-1], RELEASE)]
             early = custodian.settle_now(lease, entries)
         others = [
             m for m in messages if m.message_id not in at_once or m.message_id in early.undone
@@ -181,8 +162,7 @@ class Settling(ContractBase):
         assert messages[0].message_id not in named
 
     def test_lapsed_messages_are_redelivered_and_reported(self, harness: Harness) -> None:
-        harness.send(bodies(10))
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 10)
         with self.custodian(harness) as custodian:
             custodian.settle_now(lease, [entry_of(messages[0], ACK)])
         harness.pass_time(1.1 * harness.lease)
@@ -208,8 +188,7 @@ class Settling(ContractBase):
     # ------------------------------------------------------------------------- immediately
 
     def test_settling_now_keeps_the_lease_for_the_others(self, harness: Harness) -> None:
-        harness.send(bodies(10))
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 10)
         with self.custodian(harness) as custodian:
             early = [entry_of(message, ACK) for message in messages[:4]]
 
@@ -227,14 +206,12 @@ class Settling(ContractBase):
     def test_unrecorded_immediate_settlements_are_in_the_report(
         self, harness: Harness, known: int
     ) -> None:
-        harness.send(bodies(10))
-        lease, messages = self.hold(harness, "g1")
-        dead = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
+        lease, messages = self.send_and_hold(harness, 10)
         with self.custodian(harness) as custodian:
             custodian.settle_now(lease, [entry_of(message, ACK) for message in messages[:2]])
             # The caller died before it recorded these
             custodian.settle_now(lease, [entry_of(message, ACK) for message in messages[2:5]])
-            custodian.settle_now(lease, [entry_of(message, dead) for message in messages[5:6]])
+            custodian.settle_now(lease, [entry_of(message, _DEAD) for message in messages[5:6]])
             settlement = replace(
                 settlement_of(messages[known:]), settled_now=SettleReport(acked=known)
             )
@@ -248,8 +225,7 @@ class Settling(ContractBase):
     def test_immediate_settlements_without_a_manifest_are_in_the_report(
         self, harness: Harness
     ) -> None:
-        harness.send(bodies(4))
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 4)
         with self.custodian(harness) as custodian:
             custodian.settle_now(lease, [entry_of(message, ACK) for message in messages[:1]])
 
@@ -259,8 +235,7 @@ class Settling(ContractBase):
         assert len(self.rest_of_queue(harness)) == 3
 
     def test_settling_now_reports_undone_messages(self, harness: Harness) -> None:
-        harness.send(bodies(4))
-        lease, messages = self.hold(harness, "g1")
+        lease, messages = self.send_and_hold(harness, 4)
         early = [entry_of(message, ACK) for message in messages[:2]]
         # Given an entry for a message that the lease does not hold, without a payload
         stranger = Entry("of nobody", "", Verdict(Action.RETRY, 0.0, "why", "process"))
