@@ -14,7 +14,6 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.testing.contract.base import ContractBase
 from airflow_broadway.testing.harness import Harness, bodies, ids, settlement_of
 
-
 _RETRY = Verdict(Action.RETRY, 1.0, "once more", "batch")
 _DEAD = Verdict(Action.DEAD_LETTER, 0.0, "bad", "process")
 
