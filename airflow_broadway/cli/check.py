@@ -250,6 +250,5 @@ def _spark(pipeline: Pipeline, staging: str | None, tasks: list[Any]) -> Finding
 def _probe(task: BroadwaySparkSubmitOperator, pipeline: Pipeline, store: Store) -> Findings:
     line = task.probe(store, pipeline)
     yield Finding(
-        "note",
-        f"the Spark driver of {task.dag_id}.{task.task_id} reads and writes staging: {line}",
+        "note", f"the Spark driver of {task.dag_id}.{task.task_id} reads and writes staging: {line}"
     )

@@ -16,12 +16,7 @@ from airflow_broadway.adapters.staging import env_outside_run, open_store
 from airflow_broadway.cli.opening import connected, named_pipeline
 from airflow_broadway.cli.output import CommandError, Result, cut
 from airflow_broadway.core.clock import SystemClock
-from airflow_broadway.core.custody.dead_letters import (
-    EVERY,
-    Choice,
-    DeadLetter,
-    DeadLetters,
-)
+from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter, DeadLetters
 from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
 from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.core.text import cut as cut_bytes

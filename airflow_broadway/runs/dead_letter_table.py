@@ -92,10 +92,7 @@ def check_table(run: StagedRun, pipeline: Pipeline, connections: Connections) ->
 
 
 def fix_decision(
-    run: StagedRun,
-    record: GenerationRecord,
-    settlement: Settlement,
-    only: Iterable[str] | None,
+    run: StagedRun, record: GenerationRecord, settlement: Settlement, only: Iterable[str] | None
 ) -> Decision:
     """Writes the decision on a generation's rows, unless it is written; returns the valid one."""
     path = paths.dead_letters(record.generation)

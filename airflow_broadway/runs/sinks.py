@@ -114,8 +114,7 @@ class LocalCommits:
         ) -> None:
             key = commit_id(info.batch_id, [self._generation])
             commits.commit(
-                rows,
-                Commit(commit_id=key, attempt=1, batch=info, pipeline=self._pipeline.name),
+                rows, Commit(commit_id=key, attempt=1, batch=info, pipeline=self._pipeline.name)
             )
 
         return commit

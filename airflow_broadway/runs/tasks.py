@@ -42,12 +42,7 @@ from airflow_broadway.runs.ports import Ports, Task, open_generation, producer_e
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sinks import LocalCommits, time_sinks
 from airflow_broadway.runs.sources.dead_letters import move_letters
-from airflow_broadway.runs.sources.pipelines import (
-    Custodians,
-    prepare_sink,
-    source_of,
-    with_source,
-)
+from airflow_broadway.runs.sources.pipelines import Custodians, prepare_sink, source_of, with_source
 from airflow_broadway.runs.sweep import remove_old_runs, sweep
 from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.rate_state import StagedRateState

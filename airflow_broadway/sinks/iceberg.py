@@ -68,11 +68,7 @@ class IcebergTable(Options, Sink):
         " ``uri``, login and password are ``credential``.  ``None``: pyiceberg's own"
         " configuration.",
     )
-    catalog: str = option(
-        default="default",
-        rule=TEXT,
-        doc="The catalog's name.",
-    )
+    catalog: str = option(default="default", rule=TEXT, doc="The catalog's name.")
     schema_mode: str = option(
         default="strict",
         rule=one_of("strict", "merge"),

@@ -71,9 +71,7 @@ class PostgresTable(Options, Sink):
     )
 
     time_column: str | None = option(
-        default=None,
-        rule=matching(_NAME, "the name of a column").or_none(),
-        doc=TIME_COLUMN,
+        default=None, rule=matching(_NAME, "the name of a column").or_none(), doc=TIME_COLUMN
     )
 
     @property
@@ -207,8 +205,7 @@ class _Client(SinkClient):
                 ],
             )
             self._run(
-                session,
-                f"DELETE FROM {{ledger}} WHERE at < now() - interval '{KEPT_DAYS} days'",
+                session, f"DELETE FROM {{ledger}} WHERE at < now() - interval '{KEPT_DAYS} days'"
             )
         self._drop_staging()
         return self.landed(ids)  # of a new snapshot, which has what the insert waited for

@@ -26,12 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.verdicts import MAX_REASON
-from airflow_broadway.core.errors import (
-    BroadwayError,
-    LeaseLapsed,
-    PipelineError,
-    StagingError,
-)
+from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, PipelineError, StagingError
 from airflow_broadway.core.formats.commits import Overtaken, commit_rows
 from airflow_broadway.core.formats.files import Files
 from airflow_broadway.core.formats.outcome import Outcome
@@ -155,11 +150,7 @@ class _Batch:
     """One batch in its own session."""
 
     def __init__(
-        self,
-        runner: BatchRunner,
-        planned: PlannedBatch,
-        batch: OpenBatch,
-        lane: int,
+        self, runner: BatchRunner, planned: PlannedBatch, batch: OpenBatch, lane: int
     ) -> None:
         self._runner = runner
         self._app = runner.app

@@ -21,10 +21,7 @@ _REMEDIES = {
         "the folder does not exist",
         f"mount or create it, or set {SETTING} to one that exists",
     ),
-    errno.ENOTDIR: (
-        "a part of the path is no folder",
-        f"set {SETTING} to a folder",
-    ),
+    errno.ENOTDIR: ("a part of the path is no folder", f"set {SETTING} to a folder"),
     errno.EISDIR: ("a folder stands where a file belongs", f"set {SETTING} to a folder of its own"),
 }
 _DENIED = (errno.EACCES, errno.EPERM)

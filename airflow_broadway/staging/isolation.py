@@ -189,11 +189,7 @@ def dead_letter(
         "Dead-lettering message %s (batch %s): %s.", row["message_id"], batch.batch_id, reason
     )
     outcome = opened.record(
-        successful=0,
-        failed=1,
-        missing=0,
-        exceptions=opened.keep(lines),
-        error=reason,
+        successful=0, failed=1, missing=0, exceptions=opened.keep(lines), error=reason
     )
     if history is not None and row["message_id"] in history.in_hand:
         forget_crashes(

@@ -51,12 +51,7 @@ _LINES_IN_MEMORY = 8 * 1024 * 1024
 
 
 def plan_batches(
-    run: StagedRun,
-    pipeline: Pipeline,
-    batcher: str,
-    generations: Sequence[str],
-    *,
-    try_label: str,
+    run: StagedRun, pipeline: Pipeline, batcher: str, generations: Sequence[str], *, try_label: str
 ) -> BatchPlan:
     """Plans the batches of one batcher from the published ``generations``, and writes the plan.
 
@@ -140,12 +135,7 @@ class _Planning:
     """The creation of one plan."""
 
     def __init__(
-        self,
-        run: StagedRun,
-        pipeline: Pipeline,
-        batcher: str,
-        manifests: list[Manifest],
-        path: str,
+        self, run: StagedRun, pipeline: Pipeline, batcher: str, manifests: list[Manifest], path: str
     ) -> None:
         self._run = run
         self._pipeline = pipeline

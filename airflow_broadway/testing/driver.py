@@ -47,10 +47,7 @@ class PipelineDriver:
         self.batches: list[Batch] = []
         self.limiter = RateLimiter(self.pipeline.producer.rate_limiting, self.clock)
         self._engine = Engine(
-            self.pipeline,
-            clock=self.clock,
-            inline=True,
-            on_batch=self.batches.append,
+            self.pipeline, clock=self.clock, inline=True, on_batch=self.batches.append
         )
         self._buffer: list[Message] = []
         self._count = 0

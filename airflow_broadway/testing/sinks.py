@@ -146,9 +146,7 @@ class SinkContract(ABC):
                 first, second = commit_of(f"b{number}.0", 1), commit_of(f"b{number}.0", 2)
                 rows = rows_of(f"m{number}")
                 refused, also_refused = _race(
-                    partial(one.commit, rows, first),
-                    partial(_refuses, other, rows, second),
-                    0.02,
+                    partial(one.commit, rows, first), partial(_refuses, other, rows, second), 0.02
                 )
                 assert refused is not also_refused
                 assert one.landed([first.commit_id]) == {first.commit_id: 2 if refused else 1}

@@ -32,14 +32,7 @@ from airflow_broadway.testing.contract.settling import Settling
 from airflow_broadway.testing.contract.traffic import Traffic
 from airflow_broadway.testing.harness import Harness, ids, settlement_of
 
-__all__ = [
-    "CustodyContract",
-    "DeadLettersContract",
-    "Harness",
-    "entry_of",
-    "ids",
-    "settlement_of",
-]
+__all__ = ["CustodyContract", "DeadLettersContract", "Harness", "entry_of", "ids", "settlement_of"]
 
 
 class CustodyContract(Killing, Traffic, Lapsing, Redelivery, Settling, Receiving):

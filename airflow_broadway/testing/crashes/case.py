@@ -92,10 +92,7 @@ class Result:
 
 
 def run_case(
-    subject: Subject,
-    bodies: Sequence[bytes],
-    case: Case,
-    expected: Account | None,
+    subject: Subject, bodies: Sequence[bytes], case: Case, expected: Account | None
 ) -> Result:
     """Runs one case on a new subject.
 

@@ -31,12 +31,7 @@ from typing import Any
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.testing.crashes.interceptor import Interceptor
 from airflow_broadway.testing.crashes.points import Call, Fault, Point, Strike, Traits
-from airflow_broadway.testing.crashes.spark import (
-    Driver,
-    be_driver,
-    uses_spark,
-    wait_for_drivers,
-)
+from airflow_broadway.testing.crashes.spark import Driver, be_driver, uses_spark, wait_for_drivers
 from airflow_broadway.testing.crashes.subject import Subject, enter
 from airflow_broadway.testing.crashes.tasks import Attempt
 

@@ -49,11 +49,7 @@ class UserSubject(Embedded):
     """
 
     def __init__(
-        self,
-        pipeline: type[Pipeline],
-        sink: Sink | None,
-        prepare: Prepare | None,
-        folder: Path,
+        self, pipeline: type[Pipeline], sink: Sink | None, prepare: Prepare | None, folder: Path
     ) -> None:
         super().__init__(pipeline, folder)
         self._sink = sink
