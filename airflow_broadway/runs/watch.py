@@ -141,8 +141,7 @@ class RunWatcher:
                 )
 
     def _renews(self, record: GenerationRecord) -> bool:
-        renews: bool = pipeline_of(self.pipeline, record).producer.renews
-        return renews
+        return bool(pipeline_of(self.pipeline, record).producer.renews)
 
     def settle(self, *, final: bool, over: bool = False) -> None:
         """Settles each generation whose messages all have an outcome.

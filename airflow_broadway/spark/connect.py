@@ -182,13 +182,15 @@ class ConnectSessions:
         try:
             grpc.channel_ready_future(channel).result(TIMEOUT)
         except grpc.FutureTimeoutError:
-            raise PipelineError(
-                f"the Spark Connect server {self._server.address} does not accept connections"
-                f" (waited {TIMEOUT:g} s): start it, or correct remote, or the connection; it must"
-                " use TLS if the URL has a token or use_ssl=true"
+            raise self._error(
+                f"does not accept connections (waited {TIMEOUT:g} s): start it, or correct remote,"
+                " or the connection; it must use TLS if the URL has a token or use_ssl=true"
             ) from None
         finally:
             channel.close()
+
+    def _error(self, text: str) -> PipelineError:
+        return PipelineError(f"the Spark Connect server {self._server.address} {text}")
 
     def _open(self, batch_id: str) -> Any:
         from pyspark.sql.connect.client.retries import DefaultPolicy
@@ -210,23 +212,19 @@ class ConnectSessions:
         try:
             theirs, ours = session.version, pyspark.__version__
         except Exception as error:
-            raise PipelineError(
-                f"the Spark Connect server {server.address} opens no session: {_reason(error)}"
-            ) from error
+            raise self._error(f"opens no session: {_reason(error)}") from error
         if _numbers(theirs) < _numbers(ours):
-            raise PipelineError(
-                f"the Spark Connect server {server.address} runs Spark {theirs}, which is older"
-                f" than this worker's pyspark {ours}: update the server, or install"
-                f" pyspark-client=={theirs} on the workers"
+            raise self._error(
+                f"runs Spark {theirs}, which is older than this worker's pyspark {ours}: update"
+                f" the server, or install pyspark-client=={theirs} on the workers"
             )
         for name, value in {**SETTINGS, **server.conf}.items():
             try:
                 session.conf.set(name, value)
             except Exception as error:
-                raise PipelineError(
-                    f"the Spark Connect server {server.address} does not take the setting {name} of"
-                    f" a session ({_reason(error)}): set it where the server is started, and remove"
-                    " it from conf"
+                raise self._error(
+                    f"does not take the setting {name} of a session ({_reason(error)}): set it"
+                    " where the server is started, and remove it from conf"
                 ) from error
         with _PATH:
             before = list(sys.path)
@@ -234,9 +232,9 @@ class ConnectSessions:
                 try:
                     session.addArtifacts(*paths, **{kind: True})
                 except Exception as error:
-                    raise PipelineError(
-                        f"the Spark Connect server {server.address} does not take the files"
-                        f" {', '.join(paths)} ({_reason(error)})"
+                    names = ", ".join(paths)
+                    raise self._error(
+                        f"does not take the files {names} ({_reason(error)})"
                     ) from error
             sys.path[:] = before  # which has them already; else it grows with each session
 

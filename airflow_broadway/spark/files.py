@@ -116,10 +116,9 @@ def check_executor(spark: Any, uri: str, path: str) -> None:
         return
     try:
         rows = spark.read.text(f"{uri}/{path}").limit(1)
-        # A server of Spark Connect has a Python of its own.
-        (
-            rows.mapInArrow(lambda batches: batches, "value string") if is_remote(spark) else rows
-        ).first()
+        if is_remote(spark):  # a server has a Python of its own
+            rows = rows.mapInArrow(lambda batches: batches, "value string")
+        rows.first()
     except Exception as error:
         lines = re.findall(r".*(?:Exception: |Error: |VERSION_MISMATCH).*", str(error))
         raise StagingError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import closing
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final
 
 from airflow_broadway.core.custody.dead_letters import EVERY, Choice, Moved
@@ -19,7 +19,7 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import many, parse_timestamp
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +80,11 @@ def _timestamp(param: Mapping[str, Any], name: str) -> datetime | None:
     if not param.get(name):
         return None
     try:
-        at = datetime.fromisoformat(param[name])
+        return parse_timestamp(param[name])
     except ValueError:
         raise RequestRefused(
             f"{PARAM}.{name} is no timestamp such as 2026-01-31T12:00:00+00:00: {param[name]!r:.80}"
         ) from None
-    return at.replace(tzinfo=UTC) if at.tzinfo is None else at
 
 
 def deletes(source: RunSource) -> bool:

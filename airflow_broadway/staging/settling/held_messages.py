@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.custody.producer import Producer
@@ -14,6 +14,7 @@ from airflow_broadway.core.custody.verdicts import Action, Facts, Verdict
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.entries import EntryLine, entry_of_row
 from airflow_broadway.core.formats.manifest import Manifest
+from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.text import many
 from airflow_broadway.staging.plan_choice import Recorded
@@ -23,18 +24,15 @@ log = logging.getLogger(__name__)
 
 
 class _Exceptions(NamedTuple):
-    """The location of the exceptions of one batch: an entry file, or the outcome itself.
+    """The exceptions of one batch.
 
-    :param batcher: The batch's batcher.
-    :param sum: The expected checksum of the file.
+    :param path: Their location: an entry file, or the outcome itself.
     :param source: The index of the generation in the plan.
     :param shared: Whether the batch also has messages of other generations.
     """
 
-    batcher: str
-    batch_id: str
+    outcome: Outcome
     path: str
-    sum: Mapping[str, Any] | None
     source: int
     shared: bool
 
@@ -106,10 +104,12 @@ class HeldMessages:
         """
         manifest, recorded = self._manifest, self._recorded
         sums = {path: manifest.sums.get(path) for path in manifest.entries}
-        recorded.keep({**sums, **{file.path: file.sum for file in self._exceptions}})
+        recorded.keep(
+            {**sums, **{file.path: file.outcome.entries_sum for file in self._exceptions}}
+        )
         lines = sum(recorded.verify(path, total) for path, total in sums.items())
         for file in self._exceptions:
-            recorded.verify(file.path, file.sum)
+            recorded.verify(file.path, file.outcome.entries_sum)
         staged = self.progress.staged
         if staged + lines != manifest.received:
             raise StagingDamaged(
@@ -134,16 +134,7 @@ class HeldMessages:
             decided.batches.append(planned)
             if outcome.exceptions is not None:
                 shared = len(planned.sources) > 1
-                self._exceptions.append(
-                    _Exceptions(
-                        plan.batcher,
-                        planned.batch_id,
-                        outcome.exceptions,
-                        outcome.entries_sum,
-                        source,
-                        shared,
-                    )
-                )
+                self._exceptions.append(_Exceptions(outcome, outcome.exceptions, source, shared))
         progress.recorded += len(decided.batches)
         progress.decided += sum(batch.sources[generation] for batch in decided.batches)
         self._decided.append(decided)
@@ -168,9 +159,10 @@ class HeldMessages:
         :raises StagingDamaged: If an entry of a batch of several generations does not name its own.
         """
         for exceptions in self._exceptions:
-            if batchers is not None and exceptions.batcher not in batchers:
+            outcome = exceptions.outcome
+            if batchers is not None and outcome.batcher not in batchers:
                 continue
-            for line in self._recorded.entries(exceptions.path, exceptions.sum):
+            for line in self._recorded.entries(exceptions.path, outcome.entries_sum):
                 if line.source is None and exceptions.shared:
                     raise StagingDamaged(
                         f"{exceptions.path} is damaged: the entry of message"
@@ -235,7 +227,7 @@ class HeldMessages:
         for file, line in self._batch_lines(batchers):
             exceptions.add(line.entry.message_id)
             if is_dead_letter(line.entry.verdict):
-                yield line.entry, file.batcher, file.batch_id
+                yield line.entry, file.outcome.batcher, file.outcome.batch_id
         for decided in () if self.plain else self._decided:
             if batchers is None or decided.plan.batcher in batchers:
                 for batch_id, entry in self._successes(decided, exceptions):
