@@ -21,6 +21,7 @@ from airflow_broadway.staging.run_folder import StagedRun, iter_unsettled
 from airflow_broadway.staging.settling.held_messages import HeldMessages
 from airflow_broadway.staging.settling.journal import settled_journal
 from airflow_broadway.staging.settling.settlement import build_settlement, settle_generation
+from airflow_broadway.staging.store import host_name
 from tests.unit.staging.kit import (
     FakeCustodian,
     Republishing,
@@ -274,9 +275,8 @@ def ready(tmp_path: Path) -> tuple[StagedRun, Broadway, str, BatchPlan]:
 def settle(
     run: StagedRun, pipeline: Broadway, generation: str, plan: BatchPlan, custodian: FakeCustodian
 ) -> SettleReport:
-    settlement, _, progress = build_settlement(run, generation, pipeline, [plan], final=True)
-    record = run.generation(generation)
-    return settle_generation(run, record, custodian, settlement, progress=progress, by="test")
+    built, _, progress = build_settlement(run, generation, pipeline, [plan], final=True)
+    return settle_generation(run, run.generation(generation), custodian, built, progress=progress)
 
 
 def test_settlement_is_journalled_and_unlisted(tmp_path):
@@ -286,7 +286,7 @@ def test_settlement_is_journalled_and_unlisted(tmp_path):
     assert report == SettleReport(acked=2, dead_lettered=1)
     journal = settled_journal(run, generation)
     assert journal is not None
-    assert (journal.report, journal.received, journal.by) == (report, 3, "test")
+    assert (journal.report, journal.received, journal.by) == (report, 3, host_name())
     assert run.state(generation) == "settled"
     assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
 
