@@ -291,7 +291,8 @@ class _BatchSink:
         except Overtaken as overtaken:
             return batch.record_landed(overtaken.attempt), BatchResult([], [], [])
         if self._has_sink and not self._committed:
-            other = batch.record_other(self._commits.rule_out, len(result.failed))
+            unsuccessful = planned.size - len(result.successful)
+            other = batch.record_other(self._commits.rule_out, unsuccessful)
             if other is not None:
                 return other, BatchResult([], [], [])
         self._release(result)

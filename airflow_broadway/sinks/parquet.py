@@ -371,6 +371,12 @@ class _SparkClient(_Client):
                 number += 1
             else:  # a checksum, or Spark's mark of success
                 os.remove(os.path.join(at, base))
+        if not number and not rows.isEmpty():
+            raise SinkError(
+                f"{self.options.uri}: none of the files that Spark has written is there for the"
+                " driver: use a folder on a disk that the driver, its executors and the workers"
+                " share; nothing was committed"
+            )
 
 
 def _marker(commit_id: str) -> str:

@@ -199,7 +199,7 @@ class _Batch:
             )
         self._app.check_alive()
         if self._sink is not None and not committed:
-            other = self._batch.record_other(self._rule_out, counts.failed)
+            other = self._batch.record_other(self._rule_out, counts.failed + counts.missing)
             if other is not None:
                 return other
         return self._batch.record(

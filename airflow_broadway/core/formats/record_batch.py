@@ -225,22 +225,22 @@ class OpenBatch:
         return record_landed(recorder.files, plan, ids, landed, by=recorder.writer)[0]
 
     def record_other(
-        self, rule_out: Callable[[list[str]], Mapping[str, int]], failed: int
+        self, rule_out: Callable[[list[str]], Mapping[str, int]], unsuccessful: int
     ) -> Outcome | None:
         """Rules the batch's commit out, before an outcome of a batch without rows is recorded.
 
-        Otherwise a paused earlier try could still commit rows of messages that failed here, or a
-        later one, if this one is paused before it records them.
+        Otherwise a paused earlier try could still commit rows of messages that failed here, or are
+        to be released, or a later one, if this one is paused before it records them.
 
         :param rule_out: As of :class:`.SinkClient`.
-        :param failed: The number of messages that failed.
+        :param unsuccessful: The number of messages that failed or have no outcome.
         :returns: The outcome of another try, if its commit has landed.
         :raises LeaseLapsed: If this run no longer holds the batch's messages.
         :raises CommitInDoubt: If the sink cannot be reached.
         """
         recorder = self._recorder
         first = recorder.ownership.try_number <= 1
-        if first and not failed:
+        if first and not unsuccessful:
             return None
         recorder.ownership.check(self._batch.sources, fresh=recorder.fresh)
         ids = commit_ids(recorder.plan, [self._batch])

@@ -13,6 +13,7 @@ column ``was`` of the later one names.
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
@@ -80,6 +81,8 @@ def _place_file(
     placed = file._replace(path=f"{target}.parquet")
     if not archive.exists(placed.path):
         own.copy(file.path, archive, placed.path)
+    if archive.store.local:  # a link is as old as its file, and VACUUM removes files by their age
+        os.utime(archive.full(placed.path))
     return [placed]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -19,10 +20,11 @@ import pytest
 from deltalake import DeltaTable
 
 from airflow_broadway.core.model.run_source import Interval
+from airflow_broadway.runs.watch import RunWatcher
 from airflow_broadway.staging.archive import table
 from airflow_broadway.staging.archive.reader import look, tables
 from airflow_broadway.staging.archive.table import archive_folder, maintain
-from airflow_broadway.staging.store import Store
+from airflow_broadway.staging.store import Folder, Store
 from scripts.airflow_env import ROOT
 from scripts.local_airflow import free_port
 from tests.cli_runs import ran
@@ -214,6 +216,7 @@ def test_late_settlement_appends_nothing_twice(world, monkeypatch):
     world.minutes(1, 2)
     run = world.run("paused")
     run.process()
+    monkeypatch.setattr(RunWatcher, "settle_unwatched", lambda self: None)
     run.batch()
     real: Any = DeltaTable.create_write_transaction
     paused: list[bool] = []
@@ -228,7 +231,31 @@ def test_late_settlement_appends_nothing_twice(world, monkeypatch):
     run.ack()
 
     # Then Delta Lake refuses its commit, and the messages are there once
+    assert paused
     assert look(world.archive).messages == 2
+
+
+def test_late_settlement_loses_nothing_to_a_run_that_removes_unused_files(world, monkeypatch):
+    # Given a settlement 8 days after its messages were received, and a vacuum before its commit
+    world.live(1)
+    world.minutes(2)
+    run = world.run("late")
+    run.process()
+    for file in Path(world.store.root).rglob("archive/*.parquet"):
+        os.utime(file, (0.0, time.time() - 8 * 86_400))
+
+    def append_late(archive: Folder, *arguments: Any) -> bool:
+        DeltaTable(folder_of(world)).vacuum(
+            table._UNUSED_HOURS, dry_run=False, enforce_retention_duration=False, full=True
+        )
+        return table.append(archive, *arguments)
+
+    monkeypatch.setattr("airflow_broadway.staging.archive.publication.append", append_late)
+    run.batch()
+    run.ack()
+
+    found = look(world.archive)
+    assert (found.messages, found.lost) == (2, ())
 
 
 # -- buckets ---------------------------------------------------------------------------------------

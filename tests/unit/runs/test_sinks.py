@@ -8,11 +8,12 @@ import signal
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.dataset as ds
 import pytest
@@ -23,7 +24,7 @@ from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.formats.record_batch import BatchRecorder
 from airflow_broadway.core.local.run import run_local
 from airflow_broadway.core.model.connections import NoConnections
-from airflow_broadway.core.model.sink import SinkClient, SinkEnv, SinkError, SinkWarning
+from airflow_broadway.core.model.sink import Commit, SinkClient, SinkEnv, SinkError, SinkWarning
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.runs.sinks import Commits
 from airflow_broadway.runs.tasks import BatchTask
@@ -211,11 +212,12 @@ def test_a_paused_try_commits_nothing_once_its_batch_has_failed(
     assert len(run.dead()) == 25
 
 
+@pytest.mark.parametrize("drops", [False, True])
 def test_a_try_that_is_paused_while_it_records_a_failure_fails_nothing_that_was_committed(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch, drops: bool
 ) -> None:
-    # Given a first try in which every batch fails, paused immediately before it records that, while
-    # a second one dies between its first commit and the outcome
+    # Given a first try in which every batch fails, or has no outcome, paused immediately before it
+    # records that, while a second one dies between its first commit and the outcome
     pulled = run.process()
     handle = Folder.handle_batch
 
@@ -235,18 +237,24 @@ def test_a_try_that_is_paused_while_it_records_a_failure_fails_nothing_that_was_
             os._exit(9)
 
         monkeypatch.setattr(Folder, "handle_batch", handle)
+        monkeypatch.setattr(Folder, "handle_failed", Pipeline.handle_failed)
         monkeypatch.setattr(Commits, "commit", last)
         batch(run, pulled, try_number=2)
         os._exit(1)
 
     monkeypatch.setattr(Folder, "handle_batch", refuse)
+    if drops:
+        monkeypatch.setattr(Folder, "handle_failed", lambda *_: [])
     precede(monkeypatch, second, BatchRecorder, "record", once=True)
     with suppress(OwnershipLost):
         batch(run, pulled)
+    monkeypatch.undo()
     run.ack()
+    after_death(run)
 
-    # Then each message is either in the table or dead
+    # Then each message is either in the table, once, or dead
     assert not {*numbers(run)} & {*run.dead()}
+    assert len(numbers(run)) == len({*numbers(run)})
 
 
 class Poisoned(Folder):
@@ -302,6 +310,23 @@ def test_messages_do_not_fail_because_their_commit_is_ruled_out_while_it_is_writ
     counts = batch(run, pulled)
 
     assert counts == {"batches": 3, "successful": 0, "failed": 0, "without_outcome": 3}
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_rows_that_spark_wrote_to_another_host_are_not_committed(
+    tmp_path: Path, empty: bool
+) -> None:
+    # Given executors whose disk is not the driver's
+    rows = Mock()
+    rows.isEmpty.return_value = empty
+    client = ParquetFolder(path=str(tmp_path)).open_spark(Mock(), SinkEnv())
+    commit = Commit(commit_id="a.1", attempt=1, batch=None, pipeline="p")
+
+    no_files = pytest.raises(SinkError, match=r"none of the files .* use a folder on a disk")
+    with nullcontext() if empty else no_files:
+        client.commit(rows, commit)
+
+    assert client.landed(["a.1"]) == ({"a.1": 1} if empty else {})
 
 
 def watched(run: Run, *pulled: Mapping[str, Any], try_number: int = 1) -> None:
