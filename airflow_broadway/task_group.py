@@ -188,7 +188,7 @@ def make_task_group(
         # The group's only leaf, so that tasks after the group wait for it alone: a batcher without
         # messages is skipped, and its downstream tasks would be skipped, too.
         watched >> settle
-    _check_lease(pipeline, group, process or {})
+    _check_lease(pipeline, group.dag, "process", process or {})
     _check_name(pipeline, group)
     return group
 
@@ -261,21 +261,25 @@ def _spark_tasks(
     ]
 
 
-def _check_lease(pipeline: Pipeline, group: TaskGroup, process: Mapping[str, Any]) -> None:
-    """Refuses a lease that cannot be renewed and is shorter than the run may take."""
+def _check_lease(
+    pipeline: Pipeline, dag: DAG | None, name: str, arguments: Mapping[str, Any]
+) -> None:
+    """Refuses a lease that cannot be renewed and is shorter than the run may take.
+
+    :param name: Of the tasks that receive, and of their arguments.
+    """
     producer = pipeline.producer
     if producer.renews:
         return
-    limits = {"process.max_seconds": process.get("max_seconds", 300.0)}
-    dag = group.dag
+    limits = {f"{name}.max_seconds": arguments.get("max_seconds", 300.0)}
     if dag is not None and dag.dagrun_timeout is not None:
         limits["dagrun_timeout"] = dag.dagrun_timeout.total_seconds()
-    for name, seconds in limits.items():
+    for limit, seconds in limits.items():
         known = isinstance(seconds, int | float) and isinstance(producer.lease, int | float)
         if known and seconds >= producer.lease:
             raise OptionsError(
                 "producer.lease",
-                f"more than {name} ({seconds:g} s): {producer.kind} cannot renew a lease, and what"
+                f"more than {limit} ({seconds:g} s): {producer.kind} cannot renew a lease, and what"
                 " outlasts it is delivered again",
                 producer.lease,
             )
@@ -339,6 +343,7 @@ def make_dag(
                 raise OptionsError(f"dag.{name}", "no value beside run, the only task", value)
         with DAG(dag_id, default_args={**DEFAULT_ARGS, **(default_args or {})}, **given) as dag:
             BroadwayRunOperator(task_id="run", pipeline=pipeline, staging=staging, **run)
+        _check_lease(pipeline, dag, "run", run)
         return dag
     with DAG(dag_id, **given) as dag:
         make_task_group(

@@ -77,7 +77,7 @@ class BroadwayRunOperator(PullOperator):
         if not source.asks_broker:
             raise AirflowFailException(
                 f"the source {source.kind!r} needs a run whose messages are staged: build the Dag"
-                " with the pipeline's task_group(), or dag(); nothing was received"
+                " with the pipeline's task_group(), or dag() without run; nothing was received"
             )
 
     def _pull(self, host: Host, work: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,6 +133,8 @@ class Fixed(SqliteProducer):
         (60.1, {"process": {"max_seconds": 60.0}}, None),
         (3600.0, {"dagrun_timeout": timedelta(hours=1)}, r"dagrun_timeout \(3600 s\)"),
         (3600.1, {"dagrun_timeout": timedelta(hours=1)}, None),
+        (60.0, {"run": {"max_seconds": 60.0}}, r"run\.max_seconds \(60 s\)"),
+        (60.1, {"run": {"max_seconds": 60.0}}, None),
     ],
 )
 def test_non_renewable_lease_must_outlast_the_run(lease, arguments, limit):
