@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -21,7 +22,7 @@ from airflow_broadway.adapters.staging import env_outside_run, open_store
 from airflow_broadway.cli.opening import connected, pipeline_of
 from airflow_broadway.cli.output import CommandError, Result, silenced
 from airflow_broadway.core.custody.findings import Finding
-from airflow_broadway.core.errors import BroadwayError
+from airflow_broadway.core.errors import BroadwayError, ConnectionMissing
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import class_path
@@ -186,9 +187,12 @@ def _pipeline(reference: str, args: argparse.Namespace, tasks: list[Any]) -> Fin
         if options.sink is not None:
             yield from _guarded(_sink, pipeline, batcher)
     if any(options.engine == "spark" for options in pipeline.batchers.values()):
-        yield from _guarded(_java)
+        path = class_path(type(pipeline))
+        submitting = [t for t in tasks if hasattr(t, "probe") and t.pipeline["class"] == path]
+        if _needs_java(submitting):
+            yield from _guarded(_java)
         if args.spark:
-            yield from _spark(pipeline, args.staging, tasks)
+            yield from _spark(path, pipeline, args.staging, submitting)
 
 
 def _connections(pipeline: Pipeline, conn_id: str | None) -> Findings:
@@ -222,6 +226,13 @@ def _sink(pipeline: Pipeline, batcher: str) -> Findings:
     yield from ()
 
 
+def _needs_java(submitting: list[Any]) -> bool:
+    """Returns whether Spark is started here, as far as is known."""
+    with suppress(ConnectionMissing):  # reported where it is needed
+        return not submitting or not all(task.on_server for task in submitting)
+    return True
+
+
 def _java() -> Findings:
     from airflow_broadway.submit.environment import check_java, find_spark
 
@@ -231,16 +242,8 @@ def _java() -> Findings:
     yield Finding("note", f"Spark batches are submitted by {program.binary}")
 
 
-def _spark(pipeline: Pipeline, staging: str | None, tasks: list[Any]) -> Findings:
+def _spark(path: str, pipeline: Pipeline, staging: str | None, submitting: list[Any]) -> Findings:
     """Submits an application without batches for each task that submits this pipeline's."""
-    from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
-
-    path = class_path(type(pipeline))
-    submitting = [
-        task
-        for task in tasks
-        if isinstance(task, BroadwaySparkSubmitOperator) and task.pipeline["class"] == path
-    ]
     if not submitting:
         yield Finding("warning", f"no Dag submits {path} to Spark, so --spark tried nothing")
     for task in submitting:

@@ -402,7 +402,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
 
         url = self.remote
         try:
-            if url is None and AirflowConnections().get(self._conn_id).conn_type == CONNECT:
+            if url is None and self.on_server:
                 url = SparkConnectHook(self._conn_id).get_connection_url()
         except ConnectionMissing:
             example = json.dumps(
@@ -452,6 +452,15 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
             py_files=self.py_files or "",
             files={option: text for option, text in files.items() if text},
         )
+
+    @property
+    def on_server(self) -> bool:
+        """Whether a Spark Connect server runs the batches.
+
+        :raises ConnectionMissing: If the connection is not defined.
+        """
+        kind = AirflowConnections().get(self._conn_id).conn_type if self.remote is None else CONNECT
+        return kind == CONNECT
 
     def _check_connect(self, url: str) -> None:
         """Checks the arguments for a Spark Connect server.

@@ -418,14 +418,34 @@ def test_java_that_is_missing_is_an_error_of_spark_batchers_only(tmp_path, monke
     assert python.code == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "spark"),
+    [("Remote", '{"remote": "sc://spark.example"}'), ("Connected", '{"conn_id": "server"}')],
+)
+def test_spark_connect_needs_no_java(tmp_path, monkeypatch, capsys, name, spark):
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    monkeypatch.delenv("SPARK_HOME", raising=False)
+    server = {"conn_type": "spark_connect", "host": "spark.example"}
+    monkeypatch.setenv("AIRFLOW_CONN_SERVER", json.dumps(server))
+    spark_dag(tmp_path, monkeypatch, name, spark)
+
+    result = ran(capsys, "check")
+
+    assert result.code == 0, result.out
+
+
 SPARK_PIPELINE = CHECKED_PIPELINE.replace('engine="python"', "").replace("return messages", "pass")
 
 
-def spark_dag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> str:
+def spark_dag(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    spark: str = '{"conf": {"spark.sql.shuffle.partitions": "3"}}',
+) -> str:
     """Writes a Dag whose pipeline has a Spark batcher, and a queue; returns its reference."""
     text = SPARK_PIPELINE.format(name=name).replace("/nowhere", str(tmp_path))
     module = f"{name.lower()}_pipeline"
-    spark = '{"conf": {"spark.sql.shuffle.partitions": "3"}}'
     dag = f'from {module} import {name}\ndag = {name}.dag("airflow_{name}", spark={spark})\n'
     dags(tmp_path / "dags", monkeypatch, **{module: text, f"{name.lower()}_dag": dag})
     connection = {"conn_type": "spark", "host": "local[1]", "extra": {"deploy-mode": "client"}}
