@@ -8,20 +8,20 @@ from scripts.count_code import count_code, rooms_of_project
 #: one only with a reason in its message.
 REACHED = {
     "adapters/": 914,
-    "cli/": 1_505,
+    "cli/": 1_506,
     "core/": 8_577,
     "hooks/": 75,
-    "operators/": 808,
+    "operators/": 812,
     "plugin/": 1_900,
-    "runs/": 5_648,
+    "runs/": 5_649,
     "sensors/": 367,
-    "sinks/": 1_111,
+    "sinks/": 1_117,
     "spark/": 1_954,
-    "staging/": 4_304,
+    "staging/": 4_307,
     "submit/": 555,
     "testing/": 3_722,
     "triggers/": 209,
-    "*.py": 601,
+    "*.py": 603,
     "producers/engine/": 1_760,
     "producers/kafka/": 2_852,
     "producers/kit/": 490,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_048,
-    "tests and scripts": 72_049,
+    "package": 45_065,
+    "tests and scripts": 72_108,
 }
 
 MODULE = '''"""A module.
