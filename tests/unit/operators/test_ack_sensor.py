@@ -98,7 +98,7 @@ def test_templated_lease_of_a_non_renewing_broker_is_no_error_yet():
 
     pipeline = FixedOrders(producer={"lease": "{{ var.value.x }}"})
     with DAG("orders", schedule=None):
-        _check_lease(pipeline, TaskGroup("broadway"), {})
+        _check_lease(pipeline, TaskGroup("broadway").dag, "process", {})
 
 
 # ----------------------------------------------------------------------------------------- waiting
