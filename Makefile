@@ -10,7 +10,7 @@ PYTEST = $(RUN) --rabbitmq --kafka --tables --quick-spark --in-memory --airflow 
 	pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-all test-browser docs screens lint matrix dist bench race faults cluster test-cluster mutants lock clean distclean
+.PHONY: help setup demo up test test-all test-browser docs screens lint matrix dist bench race soak faults cluster test-cluster mutants lock clean distclean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ bench: ## Messages per second of each stage and of the whole; build/bench.json
 
 race: ## The same queue drained into Parquet files by a loop, by other libraries and by this package, with kills; build/race.json
 	@$(RUN) --rabbitmq --kafka --race --airflow airflow-race python -m tests.race $(ARGS)
+
+soak: ## 10 million messages through overlapping runs; rows, memory and cost per message in ten windows; build/soak.json
+	@$(RUN) --rabbitmq --airflow airflow-soak python -m tests.soak $(ARGS)
 
 faults: ## Kill tasks at random instants and count every message; build/faults.json
 	@$(RUN) --rabbitmq --kafka --quick-spark --airflow airflow-faults python -m tests.faults $(ARGS)
