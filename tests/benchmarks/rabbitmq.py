@@ -2,10 +2,11 @@
 
 ``rabbitmq.ceiling`` is pika's ``SelectConnection`` alone: it consumes and acknowledges many at a
 time, and does nothing with a message.  The others are this package's whole stages, in processes of
-their own, and whole runs in a real Airflow, with Spark: persistent messages of 200 bytes, trivial
-callbacks, two batchers.  Tries are interleaved, so that what else the machine does falls on all of
-them; figures are medians, and so are the ratios, each to the ceiling of the same try.  ``.cpu`` is
-the client's processor time for a message, ``.peak`` the largest process of a stage.
+their own, and whole runs in a real Airflow, with Spark (``.connect``: on a warm Spark Connect
+server): persistent messages of 200 bytes, trivial callbacks, two batchers.  Tries are interleaved,
+so that what else the machine does falls on all of them; figures are medians, and so are the ratios,
+each to the ceiling of the same try.  ``.cpu`` is the client's processor time for a message,
+``.peak`` the largest process of a stage.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import psutil
 
 from scripts.local_airflow import LocalAirflow
+from scripts.spark_connect import ConnectServer
 from tests.benchmarks.figures import (
     Figures,
     Took,
@@ -42,8 +44,10 @@ from tests.rabbitmq_server import RabbitServer
 MESSAGES = 100_000
 SIZES = {"100k": 100_000, "1m": 1_000_000}
 PIPELINE = "tests.benchmarks.pipelines:OnRabbitMQ"
-#: The queue of the Dags; each runs with the producer concurrency that its name ends with.
+#: The queue of the Dags.
 QUEUE = "bench"
+#: The end of each Dag's name, and of its figures.
+VARIANTS = {"1": "", "2": ".producers_2", "connect": ".connect"}
 
 
 def bench_rabbitmq(sizes: dict[str, int] | None = None, tries: int = 5) -> Figures:
@@ -59,14 +63,16 @@ def bench_rabbitmq(sizes: dict[str, int] | None = None, tries: int = 5) -> Figur
         for label, size in sizes.items():
             peaks += peaks_of(server, label, size)
         with airflow_with(server, folder) as airflow:
-            run_of_messages(airflow, server, 1, MESSAGES)  # a pipeline's first run finds no queues
+            run_of_messages(
+                airflow, server, "1", MESSAGES
+            )  # a pipeline's first run finds no queues
             for _ in range(tries):
                 top = ceiling_of(server, MESSAGES)
                 tell("ceiling", top)
                 for label, size in sizes.items():
-                    for producers in (1, 2) if size == MESSAGES else (1,):
-                        name = f"run.{label}" + (".producers_2" if producers == 2 else "")
-                        took = run_of_messages(airflow, server, producers, size)
+                    for dag, suffix in VARIANTS.items() if size == MESSAGES else (("1", ""),):
+                        name = f"run.{label}{suffix}"
+                        took = run_of_messages(airflow, server, dag, size)
                         tell(name, took)
                         taken.setdefault(name, []).append(took)
                         taken.setdefault(f"ceiling of {name}", []).append(top)
@@ -198,20 +204,21 @@ def took(count: int, stage: Stage) -> Took:
 
 @contextmanager
 def airflow_with(server: RabbitServer, folder: Path) -> Iterator[LocalAirflow]:
-    """A real Airflow whose connection leads to the server."""
-    with airflow_for(folder, "bench_rabbitmq", server.connection()) as airflow:
-        for producers in (1, 2):
-            airflow.wait_for_dag(f"bench_rabbitmq_{producers}")
+    """A real Airflow whose connection leads to the server, and a Spark Connect server."""
+    connect = ConnectServer(folder / "connect")
+    airflow = airflow_for(folder, "bench_rabbitmq", server.connection())
+    airflow.env["BENCH_CONNECT"] = connect.url
+    with connect, airflow:
+        for name in VARIANTS:
+            airflow.wait_for_dag(f"bench_rabbitmq_{name}")
         yield airflow
 
 
-def run_of_messages(
-    airflow: LocalAirflow, server: RabbitServer, producers: int, count: int
-) -> Took:
+def run_of_messages(airflow: LocalAirflow, server: RabbitServer, name: str, count: int) -> Took:
     """One whole run of the Dag; its processor time is the scheduler's and all its tasks'."""
     fill(server, QUEUE, count)
     before = cpu_of(airflow)
-    seconds = run_of(airflow, f"bench_rabbitmq_{producers}")
+    seconds = run_of(airflow, f"bench_rabbitmq_{name}")
     return Took(count, seconds, cpu_of(airflow) - before)
 
 

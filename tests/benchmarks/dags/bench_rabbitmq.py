@@ -1,14 +1,25 @@
-"""The DAGs of ``make bench`` that drain RabbitMQ in Airflow, with one producer and with two."""
+"""The DAGs of ``make bench`` that drain RabbitMQ in Airflow: with one producer, with two, and with
+one and a Spark Connect server.
+"""
 
 from __future__ import annotations
+
+import os
+from typing import Any
 
 from airflow.sdk import DAG
 
 from tests.benchmarks.pipelines import SPARK, OnRabbitMQ
 
-for producers in (1, 2):
-    with DAG(f"bench_rabbitmq_{producers}", schedule=None, params=OnRabbitMQ.params()) as dag:
-        OnRabbitMQ(
-            producer={"uri": None, "conn_id": "bench_rabbitmq", "concurrency": producers}
-        ).task_group(spark={"conf": SPARK}, ack={"mode": "poke", "poke_interval": 1.0})
+CONNECT = os.environ.get("BENCH_CONNECT", "sc://127.0.0.1:15002")
+ENGINES: dict[str, dict[str, Any]] = {"1": {"conf": SPARK}, "2": {"conf": SPARK}}
+ENGINES["connect"] = {"remote": CONNECT}
+
+for name, spark in ENGINES.items():
+    with DAG(f"bench_rabbitmq_{name}", schedule=None, params=OnRabbitMQ.params()) as dag:
+        concurrency = 2 if name == "2" else 1
+        producer = {"uri": None, "conn_id": "bench_rabbitmq", "concurrency": concurrency}
+        OnRabbitMQ(producer=producer).task_group(
+            spark=spark, ack={"mode": "poke", "poke_interval": 1.0}
+        )
     globals()[dag.dag_id] = dag
