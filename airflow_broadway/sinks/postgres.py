@@ -1,8 +1,8 @@
 """The sink for a table of PostgreSQL.
 
 A batch's rows and its row in the ledger are one transaction.  The ledger's primary key is the
-commit id, and a tombstone is a row of the ledger without rows in the table.  A commit's key is
-inserted last, in one request with ``COMMIT``: a client that pauses holds no lock on it.
+commit id, and a tombstone is a row of the ledger without rows in the table.  Keys are inserted in
+one request with ``COMMIT``: a client that pauses holds no lock on them.
 
 Spark's executors write to an unlogged *staging* table of the attempt, each task in a transaction of
 its own; the driver's transaction moves the rows.  Each row has an id there, which shows whether a
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
@@ -197,15 +197,13 @@ class _Client(SinkClient):
             self._run(
                 session,
                 "INSERT INTO {ledger} (target, commit_id, attempt) SELECT {values}"
-                " ON CONFLICT DO NOTHING",
+                " ON CONFLICT DO NOTHING;"
+                f" DELETE FROM {{ledger}} WHERE at < now() - interval '{KEPT_DAYS} days'; COMMIT",
                 values=[
                     self._sink.table,
                     self._psycopg.sql.SQL("unnest({}::text[])").format(ids),
                     0,
                 ],
-            )
-            self._run(
-                session, f"DELETE FROM {{ledger}} WHERE at < now() - interval '{KEPT_DAYS} days'"
             )
         self._drop_staging()
         return self.landed(ids)  # of a new snapshot, which has what the insert waited for
@@ -244,7 +242,7 @@ class _Client(SinkClient):
         """Yields a session in a transaction, which is committed unless the block raises."""
         extra = {n: self._connection.extra[n] for n in _PARAMETERS if n in self._connection.extra}
         connection = self._connection
-        with self._psycopg.connect(
+        opened = self._psycopg.connect(
             host=connection.host,
             port=connection.port or 5432,
             user=connection.login or None,
@@ -255,7 +253,9 @@ class _Client(SinkClient):
             connect_timeout=30,
             prepare_threshold=None,
             **extra,
-        ) as session:
+        )
+        # psycopg leaves a connection open whose COMMIT failed.
+        with closing(opened), opened as session:
             # A driver that was paused with rows in hand, which others may wait for.
             session.execute("SET idle_in_transaction_session_timeout = '10min'")
             yield session

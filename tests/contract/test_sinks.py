@@ -399,6 +399,50 @@ def test_another_unique_key_of_a_table_is_no_refusal(server: PostgreSQL) -> None
         assert client.landed(["b2.0"]) == {}
 
 
+def test_a_process_that_pauses_while_it_rules_out_delays_no_other(
+    server: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = sink_subjects.postgres(*_address(server))
+    clients = [subject.open() for _ in range(2)]
+    execute, paused, resumed = psycopg.Connection.execute, threading.Event(), threading.Event()
+
+    def pause_after_insert(session: Any, query: Any, *args: Any) -> Any:
+        result = execute(session, query, *args)
+        text = query if isinstance(query, str) else query.as_string()
+        if text.startswith("INSERT") and threading.current_thread() is thread:
+            paused.set()
+            resumed.wait(60)
+        return result
+
+    monkeypatch.setattr(psycopg.Connection, "execute", pause_after_insert)
+    thread = threading.Thread(target=lambda: clients[0].rule_out(["one"]))
+    thread.start()
+    try:
+        assert paused.wait(30)
+        assert clients[1].rule_out(["one"]) == {}
+    finally:
+        resumed.set()
+        thread.join()
+
+
+def test_a_connection_whose_commit_fails_is_closed(
+    server: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = sink_subjects.postgres(*_address(server))
+    client = subject.open()
+    sessions = []
+
+    def fail(session: Any) -> None:
+        sessions.append(session)
+        raise psycopg.OperationalError("timed out")
+
+    monkeypatch.setattr(psycopg.Connection, "commit", fail)
+
+    with pytest.raises(SinkError, match="timed out"):
+        client.landed(["one"])
+    assert [session.closed for session in sessions] == [True]
+
+
 @pytest.mark.parametrize("kind", ["postgres", "iceberg"])
 def test_a_database_that_ends_is_in_no_doubt(
     server: PostgreSQL, request: pytest.FixtureRequest, kind: str
