@@ -55,8 +55,9 @@ class _ByOperators(Embedded):
             TaskDeferred,
         )
 
-        for name, value in self.overrides().items():  # they are no JSON, as an operator's are
-            setattr(self.pipeline, name, value)
+        configured = self.pipeline(**self.overrides())
+        for name in self.overrides():  # they are no JSON, as an operator's are
+            setattr(self.pipeline, name, getattr(configured, name))
         ti = _Instance(attempt, attempt.map_index(self.pipeline()))
         try:
             returned = self._operator(attempt).execute(_context(ti, self._watched()))
