@@ -5,6 +5,7 @@ What Airflow's task runner does around it is played: its context, and XCom, whos
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from airflow_broadway.core.model.connections import VARIABLE
 from airflow_broadway.core.reference import import_class
 from airflow_broadway.testing.crashes.spark import submit, uses_spark
 from airflow_broadway.testing.crashes.subject import Embedded
@@ -55,6 +57,10 @@ class _ByOperators(Embedded):
             TaskDeferred,
         )
 
+        for name, connection in json.loads(os.environ.get(VARIABLE, "{}")).items():
+            del connection["conn_id"]
+            text = json.dumps({"conn_type": "generic", **connection})
+            os.environ[f"AIRFLOW_CONN_{name.upper()}"] = text
         configured = self.pipeline(**self.overrides())
         for name in self.overrides():  # they are no JSON, as an operator's are
             setattr(self.pipeline, name, getattr(configured, name))
