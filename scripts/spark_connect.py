@@ -70,6 +70,12 @@ class ConnectServer:
             self._process.kill()
             self._process.wait()
 
+    def stop(self) -> None:
+        """Stops it in good order, as for an update."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(PATIENCE)
+
     def __enter__(self) -> Self:
         self.start()
         return self

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, zip_longest
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -103,12 +103,20 @@ def run_work(
 
 
 def open_batches(files: Files, work: Work) -> Iterator[str]:
-    """Yields the ids of the batches without an outcome."""
-    for path in work.plans:
-        done = set(files.list(paths.outcomes(path)))
-        for batch in with_parts(BatchPlan.read(files, path)[1], splits_of(files, path, done)):
-            if f"{batch.batch_id}.json" not in done:
-                yield batch.batch_id
+    """Yields the ids of the batches that an earlier try may have in hand, of all plans in turn:
+    those without an outcome, and those that were split since.
+    """
+    for batch_ids in zip_longest(*(_open_batches(files, path) for path in work.plans)):
+        yield from filter(None, batch_ids)
+
+
+def _open_batches(files: Files, path: str) -> Iterator[str]:
+    done = set(files.list(paths.outcomes(path)))
+    splits = splits_of(files, path, done)
+    yield from splits
+    for batch in with_parts(BatchPlan.read(files, path)[1], splits):
+        if f"{batch.batch_id}.json" not in done:
+            yield batch.batch_id
 
 
 def _clock(pipeline: Pipeline, uri: str, files: Files, work: Work) -> Clock:

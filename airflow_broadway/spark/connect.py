@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import re
 import sys
 import threading
@@ -39,6 +40,12 @@ KEEP_INTERVAL = 300.0
 #: Errors of a connection, as gRPC writes them.
 _BROKEN = re.compile(
     r"StatusCode\.(UNAVAILABLE|CANCELLED|DEADLINE_EXCEEDED|UNAUTHENTICATED)|RST_STREAM"
+)
+#: Begins of Spark's errors if the server gave up the operation of a client that was away, or ends.
+_GIVEN_UP = re.compile(
+    r"(\(\S+\) )?(\[(INVALID_HANDLE|INVALID_CURSOR|RESPONSE_ALREADY_RECEIVED)\b"
+    r"|(Job \d+|Stage) cancelled because SparkContext was shut down"
+    r"|SparkContext has been shutdown|Cannot call methods on a stopped SparkContext)"
 )
 #: Held while ``sys.path`` changes.
 _PATH = threading.Lock()
@@ -198,6 +205,8 @@ class ConnectSessions:
 
         channel = self._channel(self._name, batch_id)
         session: Any = SparkSession.builder.channelBuilder(channel).create()
+        # Otherwise it stays that of the thread's first batch, and is none once that is released.
+        SparkSession._active_session.session = session
         session.client.set_retry_policies([DefaultPolicy(**RETRIES)])
         return session
 
@@ -226,24 +235,23 @@ class ConnectSessions:
                     f"does not take the setting {name} of a session ({_reason(error)}): set it"
                     " where the server is started, and remove it from conf"
                 ) from error
-        with _PATH:
-            before = list(sys.path)
-            for kind, paths in filter(itemgetter(1), server.artifacts.items()):
-                try:
-                    session.addArtifacts(*paths, **{kind: True})
-                except Exception as error:
-                    names = ", ".join(paths)
-                    raise self._error(
-                        f"does not take the files {names} ({_reason(error)})"
-                    ) from error
-            sys.path[:] = before  # which has them already; else it grows with each session
+        for kind, paths in filter(itemgetter(1), server.artifacts.items()):
+            try:
+                session.addArtifacts(*paths, **{kind: True})
+            except Exception as error:
+                names = ", ".join(paths)
+                raise self._error(f"does not take the files {names} ({_reason(error)})") from error
+        with _PATH:  # each session has added them; other threads may have changed it, too
+            for path in map(os.path.abspath, server.artifacts.get("pyfile", ())):
+                while sys.path.count(path) > 1:
+                    sys.path.remove(path)
 
     def _channel(self, name: str, batch_id: str) -> Any:
         """Returns the builder of the channel of a session."""
         from pyspark.sql.connect.client import DefaultChannelBuilder
 
         # A slash in a parameter, as of a token, would be one of the path.
-        url, _, parameters = self._server.url.rstrip("/").partition(";")
+        url, _, parameters = self._server.url.partition(";")
         parameters = parameters.replace("/", "%2F")
         if "user_id=" not in parameters:  # not that of the process, which differs by host
             parameters += ";user_id=airflow-broadway"
@@ -276,15 +284,20 @@ def _release(client: Any) -> None:
 
 def _is_of_transport(error: BaseException) -> bool:
     """Returns whether an error, or one from which it came, is of the connection to the server."""
+    from pyspark.errors import PySparkException
     from pyspark.errors.exceptions.connect import SparkConnectGrpcException
 
     chain: BaseException | None = error
-    while chain is not None:
+    seen: set[int] = set()  # an error may be its own cause
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
         # Errors that the server reports are of subclasses.
         if type(chain) is SparkConnectGrpcException:
             code = getattr(chain, "_grpc_status_code", "")  # since Spark 4.1; before in the text
             if _BROKEN.search(f"{code} {chain}"):
                 return True
+        if isinstance(chain, PySparkException) and _GIVEN_UP.match(str(chain)):
+            return True
         chain = chain.__cause__ or chain.__context__
     return False
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import psutil
 import pytest
 from airflow.providers.common.compat.sdk import AirflowException
 from pyspark.errors.exceptions.connect import SparkConnectGrpcException
+from pyspark.sql.connect.session import SparkSession
 
 from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.model.sink import SinkError
@@ -33,8 +36,11 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
 BATCHES, ROWS = 3, 10
 
 HANDLE_BATCH = """
+        from pyspark.sql import SparkSession
+
         # Fails if another batch has the view, or its settings.
         spark = messages.sparkSession
+        assert SparkSession.getActiveSession() is spark
         assert spark.conf.get("a.b", None) == "c", spark.conf.get("a.b", None)
         spark.conf.set("a.b", info.batch_id)
         messages.createTempView("batch")
@@ -164,15 +170,43 @@ def test_a_driver_that_wakes_late_records_nothing(lake, server):
 
 
 @pytest.mark.slow
-def test_a_server_that_was_killed_and_started_again_loses_no_batch(lake, tmp_path):
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_a_server_that_was_ended_and_started_again_loses_no_batch(lake, tmp_path, end):
     with ConnectServer(tmp_path / "server") as server:
         operator = lake.operator(remote=server.url, conf={"a.b": "c"})
         with executing(lake, operator) as future:
-            server.kill()
+            getattr(server, end)()
             server.start()
             (lake.folder / "wait").unlink()
-            future.result(200.0)  # the next application of the same task
+            returned = future.result(200.0)  # the next application of the same task
 
+    assert (returned["batches"], returned["failed"]) == (BATCHES, 0)
+    assert lake.rows() == good(lake)
+
+
+@pytest.mark.slow
+def test_a_driver_that_was_away_for_too_long_fails_no_batch(lake, tmp_path):
+    # Given a server that gives up the operations of a client after a second, instead of minutes
+    second = {
+        f"spark.connect.execute.{name}": "1s"
+        for name in (
+            "manager.detachedTimeout",
+            "manager.maintenanceInterval",
+            "reattachable.senderMaxStreamDuration",
+        )
+    }
+    with ConnectServer(tmp_path / "server", second) as server:
+        operator = lake.operator(remote=server.url, conf={"a.b": "c"})
+        with executing(lake, operator) as future:
+            [driver] = drivers()
+            first = workers(lake)
+            driver.suspend()
+            eventually(lambda: not alive(first), 60.0)  # the server has ended their jobs
+            (lake.folder / "wait").unlink()
+            driver.resume()
+            returned = future.result(200.0)  # the next application of the same task
+
+    assert (returned["batches"], returned["failed"]) == (BATCHES, 0)
     assert lake.rows() == good(lake)
 
 
@@ -220,6 +254,26 @@ def test_server_reads_a_bucket(tmp_path, server, monkeypatch):
         bucket.files = bucket.arrow  # type: ignore[assignment]
         outcomes = bucket.outcomes("default").values()
         assert [(made.successful, made.failed) for made in outcomes] == [(4, 1), (4, 1)]
+
+
+def test_sessions_leave_the_import_path_to_others(server, tmp_path, monkeypatch):
+    # Given a callback that extends it while another batch's session is opened
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    add = SparkSession.addArtifacts
+
+    def add_beside(*arguments, **options):
+        add(*arguments, **options)
+        sys.path.append("/own")
+
+    monkeypatch.setattr(SparkSession, "addArtifacts", add_beside)
+    code = tmp_path / "code.zip"
+    zipfile.ZipFile(code, "w").close()
+    opened = sessions(server.url, artifacts={"pyfile": [str(code)]})
+    try:
+        opened.open("b", "", "")
+        assert (sys.path.count("/own"), sys.path.count(str(code))) == (2, 1)
+    finally:
+        opened.close()
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -10,9 +10,14 @@ import pytest
 
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import LocalFiles
+from airflow_broadway.core.formats.parts import record_split
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.spark import job, launcher
+from airflow_broadway.spark.application import open_batches
 from airflow_broadway.spark.session import REFUSED
+from tests.unit.planned import planned_batch
+from tests.unit.spark.pipelines import Counting
+from tests.unit.spark.plans import Planned, Staged, rows
 
 
 def work_file(root: Path, class_path: str) -> Work:
@@ -48,6 +53,22 @@ def test_spark_connect_without_remote_is_refused(tmp_path, monkeypatch, caplog):
     arguments = ["--run", f"file://{tmp_path}", "--work", paths.of_try("t", 1)]
     assert job.main([*arguments, "--sha256", work.digest]) == REFUSED
     assert "SPARK_REMOTE is set for the driver: to use Spark Connect, set remote=" in caplog.text
+
+
+def test_batches_that_an_earlier_try_may_have_in_hand(tmp_path):
+    # Given plans with many batches, of which one has an outcome, and one was split since
+    staged = Staged(tmp_path)
+    one = staged.plan("default", [Planned(f"a{n}", rows(2)) for n in range(4)])
+    other = staged.plan("small", [Planned(f"b{n}", rows(2)) for n in range(2)])
+    work = staged.work(Counting, one, other)
+    staged.files.create(paths.outcome(one.path, "a1"), "{}")
+    parts = [planned_batch("a0.0"), planned_batch("a0.1")]
+    record_split(staged.files, one.path, "default", planned_batch("a0"), parts, "t")
+
+    # Then the split one, whose jobs may go on, is among them, and each plan has some of the first
+    found = list(open_batches(staged.files, work))
+    assert sorted(found) == ["a0", "a0.0", "a0.1", "a2", "a3", "b0", "b1"]
+    assert {"a0", "b0"} == {*found[:2]}
 
 
 @pytest.mark.parametrize(("version", "fits"), [("3.4.9", False), ("3.5.0", True)])
