@@ -1,6 +1,6 @@
-"""Airflow's REST API as the scripts and tests use it: what a person does in the UI, and waiting.
+"""A client of Airflow's REST API for scripts and tests: the actions of the UI, and waits.
 
-Standard library only.  Every method raises :class:`ApiError` if the API answers with an error.
+Standard library only.  Every method raises :class:`ApiError` if the API responds with an error.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ FINISHED = frozenset({"success", "failed"})
 
 
 class LocalAirflowError(RuntimeError):
-    """Airflow did not do what was requested; the message has the reason, with the end of a log."""
+    """An operation of Airflow failed; the message has the reason and the end of a log."""
 
 
 class ApiError(LocalAirflowError):
-    """The REST API answered with an error."""
+    """The REST API responded with an error."""
 
     def __init__(self, method: str, path: str, status: int, body: str) -> None:
         super().__init__(f"{method} {path}: {status} {body}")
         self.status = status
-        #: Whether the database failed it, SQLite mostly because others had its file: nothing was
-        #: done.
+        #: Whether the database failed the request, such as a locked SQLite; it had no effect.
         self.undone = status == http.client.INTERNAL_SERVER_ERROR and "Database error" in body
 
 
@@ -46,14 +45,18 @@ class AirflowApi:
         self._jwt: str | None = None
 
     def check_alive(self) -> None:
-        """Called again and again while waiting; raises if there is nothing left to wait for."""
+        """Called repeatedly while waiting; raises if waiting is pointless."""
 
     def _failure(self, what: str, log: str) -> LocalAirflowError:
-        """Returns the error to raise for ``what``; ``log`` may have the reason."""
+        """Returns the error to raise; ``log`` may contain the reason."""
         return LocalAirflowError(what)
 
     def _wait(
-        self, done: Callable[[], bool], timeout: float, complaint: Callable[[], str], log: str
+        self,
+        done: Callable[[], bool],
+        timeout: float,
+        describe_failure: Callable[[], str],
+        log: str,
     ) -> None:
         deadline = time.monotonic() + timeout
         while True:
@@ -61,47 +64,47 @@ class AirflowApi:
             if done():
                 return
             if time.monotonic() >= deadline:
-                raise self._failure(f"{complaint()}, after {timeout:g} s", log)
-            time.sleep(0.5)  # each look is work for the API server
+                raise self._failure(f"{describe_failure()}, after {timeout:g} s", log)
+            time.sleep(0.5)  # limits the load of the API server
 
     def api(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
-        """Calls ``/api/v2`` + ``path`` and returns the JSON of its answer, ``None`` if it is empty.
+        """Calls ``/api/v2`` + ``path``; returns the JSON of the response, ``None`` if it is empty.
 
-        :raises ApiError: The answer's status is 400 or higher.
+        :raises ApiError: The status is 400 or higher.
         """
         url = f"{self.url}/api/v2{path}"
         if query:
             url += "?" + urllib.parse.urlencode(query, doseq=True)
         for _ in range(2):
             try:
-                return self._asked(method, url, body)
+                return self._request(method, url, body)
             except ApiError as error:
                 if error.status == http.client.UNAUTHORIZED:
                     self._jwt = None
                 elif not error.undone:
                     raise
-        return self._asked(method, url, body)
+        return self._request(method, url, body)
 
-    def _asked(self, method: str, url: str, body: Any) -> Any:
+    def _request(self, method: str, url: str, body: Any) -> Any:
         if self._jwt is None:
             self._jwt = self.token_for(self._login)
         return _call(method, url, body, self._jwt)
 
     def token_for(self, login: tuple[str, str] | None) -> str:
-        """Logs in, and returns the token that Airflow hands out."""
+        """Logs in; returns the access token."""
         if login is None:
-            # With "all are administrators" a GET suffices, and there is no password to POST.
-            answer = _call("GET", f"{self.url}/auth/token", None, None)
+            # Without users, a GET returns a token of an administrator.
+            response = _call("GET", f"{self.url}/auth/token", None, None)
         else:
             body = dict(zip(("username", "password"), login, strict=True))
-            answer = _call("POST", f"{self.url}/auth/token", body, None)
-        return str(answer["access_token"])
+            response = _call("POST", f"{self.url}/auth/token", body, None)
+        return str(response["access_token"])
 
     def wait_for_dag(self, dag_id: str, timeout: float = 60.0) -> dict[str, Any]:
-        """Wait until the DAG processor has found ``dag_id``; return the API's description of it."""
+        """Waits until the DAG processor has parsed ``dag_id``; returns the DAG as JSON."""
         details: dict[str, Any] = {}
 
-        def known() -> bool:
+        def is_parsed() -> bool:
             try:
                 details.update(self.api("GET", f"/dags/{_quote(dag_id)}"))
             except ApiError as error:
@@ -109,14 +112,14 @@ class AirflowApi:
                     raise
             return bool(details)
 
-        def complaint() -> str:
+        def describe_failure() -> str:
             errors = self.api("GET", "/importErrors")["import_errors"]
             return f"No DAG {dag_id!r}; import errors: " + (
                 "\n".join(f"{error['filename']}:\n{error['stack_trace']}" for error in errors)
                 or "none"
             )
 
-        self._wait(known, timeout, complaint, "dag-processor")
+        self._wait(is_parsed, timeout, describe_failure, "dag-processor")
         return details
 
     def trigger(
@@ -137,37 +140,37 @@ class AirflowApi:
         return str(run["dag_run_id"])
 
     def dag_run(self, dag_id: str, run_id: str) -> dict[str, Any]:
-        """Returns the API's description of a run."""
+        """Returns a run as JSON."""
         return dict(self.api("GET", _run(dag_id, run_id)))
 
     def wait_for_run(self, dag_id: str, run_id: str, timeout: float = 300.0) -> str:
         """Waits until the run is over and returns its state, ``success`` or ``failed``."""
         state = ""
 
-        def over() -> bool:
+        def is_over() -> bool:
             nonlocal state
             state = str(self.dag_run(dag_id, run_id)["state"])
             return state in FINISHED
 
-        def complaint() -> str:
+        def describe_failure() -> str:
             tasks = {
                 f"{task['task_id']}[{task['map_index']}]": task["state"]
                 for task in self.task_instances(dag_id, run_id)
             }
             return f"The run {run_id!r} of {dag_id!r} is still {state!r}; its tasks: {tasks}"
 
-        self._wait(over, timeout, complaint, "scheduler")
+        self._wait(is_over, timeout, describe_failure, "scheduler")
         return state
 
     def task_instances(self, dag_id: str, run_id: str) -> list[dict[str, Any]]:
-        """Returns the API's descriptions of a run's task instances, mapped ones each for itself."""
-        answer = self.api("GET", _run(dag_id, run_id) + "/taskInstances", limit=1000)
-        return list(answer["task_instances"])
+        """Returns a run's task instances as JSON, one entry per map index."""
+        response = self.api("GET", _run(dag_id, run_id) + "/taskInstances", limit=1000)
+        return list(response["task_instances"])
 
     def task_instance(
         self, dag_id: str, run_id: str, task_id: str, map_index: int = -1
     ) -> dict[str, Any]:
-        """Returns the API's description of one task instance."""
+        """Returns a task instance as JSON."""
         return dict(self.api("GET", _task(dag_id, run_id, task_id, map_index)))
 
     def wait_for_task(
@@ -180,13 +183,13 @@ class AirflowApi:
         map_index: int = -1,
         timeout: float = 120.0,
     ) -> dict[str, Any]:
-        """Waits until a task instance is in one of ``states``; returns the API's description of it.
+        """Waits until a task instance is in one of ``states``; returns it as JSON.
 
-        A mapped task instance that is not made yet counts as one without a state.
+        A mapped task instance that does not exist yet counts as one without a state.
         """
         instance: dict[str, Any] = {}
 
-        def there() -> bool:
+        def reached_state() -> bool:
             try:
                 instance.update(self.task_instance(dag_id, run_id, task_id, map_index))
             except ApiError as error:
@@ -195,7 +198,7 @@ class AirflowApi:
             return bool(instance) and instance["state"] in states
 
         self._wait(
-            there,
+            reached_state,
             timeout,
             lambda: f"{task_id}[{map_index}] is still {instance.get('state')!r}",
             "scheduler",
@@ -212,7 +215,7 @@ class AirflowApi:
         upstream: bool = False,
         only_failed: bool = False,
     ) -> list[dict[str, Any]]:
-        """Clear tasks as the UI does; return what was cleared.
+        """Clears tasks like the UI; returns the cleared task instances.
 
         :param task_ids: Task ids, or pairs of task id and map index.
         """
@@ -224,25 +227,25 @@ class AirflowApi:
             "include_upstream": upstream,
             "only_failed": only_failed,
         }
-        answer = self.api("POST", f"/dags/{_quote(dag_id)}/clearTaskInstances", body)
-        return list(answer["task_instances"])
+        response = self.api("POST", f"/dags/{_quote(dag_id)}/clearTaskInstances", body)
+        return list(response["task_instances"])
 
     def set_state(
         self, dag_id: str, run_id: str, task_id: str, state: str, *, map_index: int = -1
     ) -> None:
-        """Marks a task instance ``success``, ``failed`` or ``skipped``, as the UI does."""
+        """Marks a task instance ``success``, ``failed`` or ``skipped``, like the UI."""
         self.api("PATCH", _task(dag_id, run_id, task_id, map_index), {"new_state": state})
 
     def set_run_state(self, dag_id: str, run_id: str, state: str) -> None:
-        """Marks a whole run ``success``, ``failed`` or ``queued``, as the UI does."""
+        """Marks a run ``success``, ``failed`` or ``queued``, like the UI."""
         self.api("PATCH", _run(dag_id, run_id), {"state": state})
 
     def delete_run(self, dag_id: str, run_id: str) -> None:
-        """Deletes a run, as the UI does."""
+        """Deletes a run, like the UI."""
         self.api("DELETE", _run(dag_id, run_id))
 
     def pause(self, dag_id: str, paused: bool = True) -> None:
-        """Pause a DAG, or let it go on."""
+        """Pauses or unpauses a DAG."""
         self.api("PATCH", f"/dags/{_quote(dag_id)}", {"is_paused": paused})
 
 

@@ -1,11 +1,9 @@
-"""The one definition of a checkout's local Airflow: its home, settings and connections.
+"""Home, settings and connections of a checkout's local Airflow.
 
-``make demo``, ``make test``, ``make up`` and the fault tests all run Airflow with what stands here,
-so that they cannot drift apart.  Standard library only: the shell asks for the same values with
-``python -m scripts.airflow_env``, before every target.
+``make demo``, ``make test``, ``make up`` and the fault tests all use them.  Standard library only:
+``scripts/env.sh`` runs ``python -m scripts.airflow_env`` before every target.
 
-Every setting is an environment variable, and a generated ``airflow.cfg`` never matters: environment
-variables win over it.
+Every setting is an environment variable, which overrides a generated ``airflow.cfg``.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ from typing import Any
 #: The checkout.
 ROOT = Path(__file__).resolve().parent.parent
 
-#: The queue file of the demo's flights; ``make demo`` starts with a fresh one.
+#: The queue file of the demo's flights; ``make demo`` replaces it.
 FLIGHTS_QUEUE = ROOT / "build" / "demo" / "queue.db"
 
-#: Where ``make up`` listens, if the port is free.
+#: The preferred port of ``make up``.
 DEFAULT_PORT = 8080
 
-#: Airflow's settings that never depend on the place, as ``section.key``.
+#: Airflow's settings that are the same for every home, as ``section.key``.
 SETTINGS: Mapping[str, str] = {
     "core.executor": "LocalExecutor",
     "core.parallelism": "4",
@@ -40,19 +38,19 @@ SETTINGS: Mapping[str, str] = {
     "core.simple_auth_manager_all_admins": "True",
     "api.host": "127.0.0.1",
     "api.workers": "1",
-    # Five no-op tasks in a chain take 2 s rather than 6 s.  With 0.1 they do not take less, and an
-    # Airflow that has nothing to do takes a sixth of a processor.
+    # A chain of five no-op tasks takes 2 s instead of 6 s.  0.1 would not be faster, and an idle
+    # Airflow would use a sixth of a CPU.
     "scheduler.scheduler_idle_sleep_time": "0.25",
     "scheduler.scheduler_heartbeat_sec": "1",
-    "database.sql_alchemy_connect_args": "scripts.airflow_patience.SYNC",
-    "database.sql_alchemy_connect_args_async": "scripts.airflow_patience.ASYNC",
+    "database.sql_alchemy_connect_args": "scripts.sqlite_timeouts.SYNC",
+    "database.sql_alchemy_connect_args_async": "scripts.sqlite_timeouts.ASYNC",
     "dag_processor.parsing_processes": "1",
     "dag_processor.refresh_interval": "15",
 }
 
 
 def connections() -> dict[str, dict[str, Any]]:
-    """Return the connections of the DAGs in ``dags/``, by connection id, in Airflow's JSON form."""
+    """Returns the connections of the DAGs in ``dags/`` by id, in Airflow's JSON form."""
     return {
         "spark_default": {
             "conn_type": "spark",
@@ -77,15 +75,15 @@ def airflow_variables(
     dags: Path | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Returns only the variables that make Airflow this checkout's, not a whole environment.
+    """Returns Airflow's environment variables for this checkout.
 
-    Makes ``home`` if needed, and in it the secret that its components share.
+    Creates ``home``, and the secret that its components share, if necessary.
 
     :param root: The checkout.
-    :param port: Where the API server is, or will be.
-    :param home: AIRFLOW_HOME; ``build/airflow`` in the checkout if not given.
-    :param dags: The DAGs folder; ``dags`` in the checkout if not given.
-    :param settings: Airflow settings as ``section.key``, over :data:`SETTINGS`.
+    :param port: The port of the API server.
+    :param home: AIRFLOW_HOME; ``build/airflow`` in the checkout by default.
+    :param dags: The DAGs folder; ``dags`` in the checkout by default.
+    :param settings: Airflow settings as ``section.key``, which override :data:`SETTINGS`.
     """
     root = root.resolve()
     home = (home or home_of(root)).resolve()
@@ -99,13 +97,13 @@ def airflow_variables(
         "api.base_url": f"http://127.0.0.1:{port}",
         "api.secret_key": secret,
         "api_auth.jwt_secret": secret,
-        # Else the components of a new home each make one, and one cannot read another's triggers.
+        # Otherwise each component generates a key, and cannot decrypt the triggers of another.
         "core.fernet_key": _fernet_key(secret),
         **(settings or {}),
     }
     variables = {
         "AIRFLOW_HOME": str(home),
-        # Spark would look up the machine's name and listen on its outward address.
+        # Otherwise Spark resolves the hostname and listens on an external address.
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
     for name, value in options.items():
@@ -125,13 +123,13 @@ def airflow_env(
     settings: Mapping[str, str] | None = None,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Returns a whole environment for Airflow's commands, and for ``dag.test()``, in this checkout.
+    """Returns a complete environment for Airflow's commands, and for ``dag.test()``.
 
-    Airflow settings and connections that ``base`` carries are left out, so that a developer's own
-    Airflow never shows through.  The checkout and the DAGs folder are on PYTHONPATH, and this
-    interpreter's programs (``airflow``, ``spark-submit``) first on PATH.
+    Removes Airflow's settings and connections from ``base``, so that a developer's own Airflow has
+    no effect.  The checkout and the DAGs folder are on PYTHONPATH, and this interpreter's programs
+    (``airflow``, ``spark-submit``) are first on PATH.
 
-    :param base: The environment to start from; this process's if not given.
+    :param base: The base environment; this process's by default.
 
     The other parameters are those of :func:`airflow_variables`.
     """
@@ -149,16 +147,16 @@ def airflow_env(
 
 
 def _prepend(first: list[str], rest: str) -> str:
-    """Puts ``first`` at the start of a search path, each folder once."""
+    """Prepends folders to a search path, without duplicates."""
     return os.pathsep.join(dict.fromkeys([*first, *filter(None, rest.split(os.pathsep))]))
 
 
 def _shared_secret(home: Path) -> str:
-    """Returns the secret of ``home``, made once: all components sign and check with the same."""
+    """Returns the secret of ``home``, with which all components sign; creates it once."""
     path = home / "secret"
     home.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        # Written aside and linked: of two processes at once one wins, and both read it whole.
+        # Writes a temporary file and links it, so that concurrent processes read the same secret.
         aside = home / f"secret.{os.getpid()}"
         aside.touch(mode=0o600)
         aside.write_text(secrets.token_hex(48))
@@ -171,7 +169,7 @@ def _shared_secret(home: Path) -> str:
 
 
 def _fernet_key(secret: str) -> str:
-    """Returns the key to what Airflow keeps encrypted in its database."""
+    """Returns the key with which Airflow encrypts values in its database."""
     return base64.urlsafe_b64encode(hashlib.sha256(secret.encode()).digest()).decode()
 
 

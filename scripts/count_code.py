@@ -1,7 +1,7 @@
-"""Counts code lines: neither blank lines, comments nor docstrings; each line of a statement counts.
+"""Counts code lines: all lines except blank lines, comments and docstrings.
 
-``python -m scripts.count_code`` prints the rooms of the package, and of tests and scripts;
-``--below FOLDER`` the folders below one of them.
+``python -m scripts.count_code`` prints the counts of the package's folders, of tests and scripts;
+``--below FOLDER`` prints the counts of a folder's subfolders.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``make demo``: drain a queue of 336,776 flights through Airflow and Spark, and account for each.
 
-A fresh queue is filled, a real Airflow started (``scripts.local_airflow``), and the DAG
-``flights`` triggered until the queue is empty.  Then the queue, the output and the ack sensor's
-report are read, compared with the data itself, and shown; ``build/demo.json`` has the same.
+Fills a new queue, starts a real Airflow (``scripts.local_airflow``), and triggers the DAG
+``flights`` until the queue is empty.  Then compares the queue, the output and the ack sensor's
+report with the data, and prints the result; ``build/demo.json`` has the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.staging.names import encode_name
 from scripts.airflow_env import DEFAULT_PORT, FLIGHTS_QUEUE, ROOT, airflow_env, home_of
-from scripts.demo_report import Expected, Run, make_report, show, shown
+from scripts.demo_report import Expected, Run, display_path, make_report, print_report
 from scripts.demo_screen import Screen
 from scripts.load_flights import FLIGHTS, add_arguments, flights, load
 from scripts.local_airflow import ApiError, LocalAirflow, LocalAirflowError, free_port
@@ -35,13 +35,13 @@ from scripts.local_airflow import ApiError, LocalAirflow, LocalAirflowError, fre
 #: The DAG by its sink.
 DAGS = {"parquet": "flights", "delta": "delta_flights"}
 
-#: The folder of queue and output, next to the report.
+#: The folder of the queue and the output, next to the report.
 FOLDER = FLIGHTS_QUEUE.parent
 
-#: Seconds between two looks at the run.
+#: Seconds between two requests of the run's state.
 PAUSE = 0.5
 
-#: Seconds after which a run is given up.
+#: Seconds within which a run must end.
 PATIENCE = 1_800.0
 
 
@@ -58,16 +58,16 @@ ROWS = pa.schema(_FIELDS)
 
 
 class DemoError(RuntimeError):
-    """The demo cannot go on; the message has the reason."""
+    """The demo failed; the message has the reason."""
 
 
 class Demo:
     """One demo, from an empty queue to the report.
 
-    :param folder: Where the queue and the output go, in place of an earlier demo's.
+    :param folder: The folder of the queue and the output; replaces those of an earlier demo.
     :param home: AIRFLOW_HOME.
-    :param messages: How many flights; all if ``None``.
-    :param seed: Choose them at random by it.
+    :param messages: The number of flights; ``None``: all.
+    :param seed: Selects random flights.
     :param sink: A name of :data:`DAGS`.
     """
 
@@ -83,7 +83,7 @@ class Demo:
     ) -> None:
         self.screen = screen
         self.sink, self.dag_id = sink, DAGS[sink]
-        #: The name of its pipeline, the folder of its runs.
+        #: The pipeline's name, and the folder of its runs.
         self._pipeline = {"parquet": "Flights", "delta": "DeltaFlights"}[sink]
         self.folder = folder
         self.home = home
@@ -98,7 +98,7 @@ class Demo:
             **airflow_env(port=free_port(DEFAULT_PORT), home=home),
             "AIRFLOW_CONN_FLIGHTS_QUEUE": json.dumps(connection),
         }
-        # The triggerer has nothing to do here.
+        # Nothing needs the triggerer here.
         parts = ("api-server", "scheduler", "dag-processor")
         self.airflow = LocalAirflow(env, home / "logs" / "components", components=parts)
         self._running: str | None = None
@@ -106,8 +106,7 @@ class Demo:
     def run(self) -> dict[str, Any]:
         """Fills the queue, runs the DAG until it is empty, and returns the report."""
         begun = time.monotonic()
-        # First of all, because it makes sure that no other Airflow of this checkout is at work on
-        # the queue that is about to be replaced.
+        # First, because it fails if another Airflow of this checkout runs, which may use the queue.
         self.airflow.start()
         self._fill()
         self.screen.step("Starting Airflow")
@@ -121,13 +120,13 @@ class Demo:
         return make_report(self.expected, runs, self.queue, self.output, self.seconds)
 
     def stop(self) -> None:
-        """Stops Airflow; a run that is still going ends as failed, and its messages go back."""
+        """Stops Airflow; a running run fails, and its messages are released."""
         self.screen.close()
         try:
             if self._running is not None:
                 self.airflow.set_run_state(self.dag_id, self._running, "failed")
         except (LocalAirflowError, OSError):
-            pass  # it does not answer any more; the next start of the demo sees to the run
+            pass  # it does not respond; the next demo ends the run
         finally:
             self.airflow.stop()
 
@@ -140,12 +139,12 @@ class Demo:
         self.queue.create()
         if self.sink == "delta":
             self._create_table()
-        wanted = FLIGHTS if self.messages is None else min(self.messages, FLIGHTS)
+        total = FLIGHTS if self.messages is None else min(self.messages, FLIGHTS)
         begun = time.monotonic()
-        source = self.expected.watch(flights(self.messages, self.seed))
-        sent = load(self.queue, source, progress=lambda n: self.screen.loading(n, wanted))
+        source = self.expected.count(flights(self.messages, self.seed))
+        sent = load(self.queue, source, progress=lambda n: self.screen.loading(n, total))
         self.seconds["load"] = time.monotonic() - begun
-        self.screen.step(f"Sent {sent:,} flights to {shown(Path(self.queue.path))}")
+        self.screen.step(f"Sent {sent:,} flights to {display_path(Path(self.queue.path))}")
 
     def _create_table(self) -> None:
         """Creates the Delta Lake table, which a sink does not.
@@ -162,7 +161,7 @@ class Demo:
         DeltaTable.create(self.output / "flights", schema=ROWS, partition_by=["origin"])
 
     def _end_old_runs(self) -> None:
-        """Ends what a killed demo, or an interrupted `make up`, left: its queue is no more."""
+        """Fails the runs that a killed demo or `make up` left: their queue is deleted."""
         path = f"/dags/{self.dag_id}/dagRuns"
         response = self.airflow.api("GET", path, state=["queued", "running"])
         for run in response["dag_runs"]:
@@ -172,7 +171,7 @@ class Demo:
     def _drain(self) -> Iterator[Run]:
         """Runs the DAG until the queue has nothing left; yields each run."""
         while True:
-            # At least once: an empty queue makes a run too.
+            # At least once, also with an empty queue.
             run = self._run_once()
             yield run
             if run.state != "success":
@@ -191,11 +190,11 @@ class Demo:
     def _run_once(self) -> Run:
         run_id = self._running = self.airflow.trigger(self.dag_id, {"output": str(self.output)})
         self.screen.step(f"Triggered the DAG {self.dag_id}, run {run_id}")
-        # What the run stages there is read for the progress, and its report at the end.
+        # The run's staging folder, for the progress and the report.
         folder = self.home / "broadway" / self._pipeline / self.dag_id / encode_name(run_id)
         deadline = time.monotonic() + PATIENCE
         while True:
-            dag_run, tasks = self._look(run_id)
+            dag_run, tasks = self._describe_run(run_id)
             self.screen.running(
                 tasks, self.queue.depth(), sent=self.expected.sent, batches=_batches(folder)
             )
@@ -208,15 +207,15 @@ class Demo:
         self.screen.step(f"The run's state is {dag_run['state']}")
         return Run(dag_run, tasks, _ack_report(folder))
 
-    # A busy machine's Airflow may not answer at once.
+    # Airflow may respond slowly on a busy machine.
     @retry(
         retry=retry_if_exception_type((ApiError, OSError)),
         stop=stop_after_attempt(5),
         wait=wait_fixed(1.0),
         reraise=True,
     )
-    def _look(self, run_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Describes the run and its tasks."""
+    def _describe_run(self, run_id: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Returns the run and its task instances."""
         self.airflow.check_alive()
         return self.airflow.dag_run(self.dag_id, run_id), self.airflow.task_instances(
             self.dag_id, run_id
@@ -224,7 +223,7 @@ class Demo:
 
 
 def _ack_report(folder: Path) -> Mapping[str, Any]:
-    """The report that the ack sensor left, whether or not it failed; empty if it left none."""
+    """Reads the ack sensor's report; empty if there is none."""
     try:
         return dict(json.loads((folder / "report.json").read_text()))
     except FileNotFoundError:
@@ -232,24 +231,24 @@ def _ack_report(folder: Path) -> Mapping[str, Any]:
 
 
 def _batches(folder: Path) -> tuple[int, int]:
-    """How many batches of a run have an outcome, and how many are planned so far."""
+    """Counts the batches with an outcome, and the planned batches."""
     handled = sum(1 for _ in folder.glob("outcomes/*/*/*.json"))
     planned = 0
     for plan in folder.glob("batches/*/*/*/plan.jsonl"):
-        with plan.open() as lines, contextlib.suppress(ValueError):  # it is just being written
+        with plan.open() as lines, contextlib.suppress(ValueError):  # incomplete
             planned += json.loads(lines.readline())["batches"]
     return handled, planned
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Runs the demo; 0 if every message is accounted for."""
+    """Runs the demo; returns 0 if every message is accounted for."""
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     add_arguments(parser)
     parser.add_argument(
         "--keep", action="store_true", help="leave Airflow running afterwards, until Ctrl-C"
     )
     parser.add_argument(
-        "--folder", type=Path, default=FOLDER, help="where the queue and the output go"
+        "--folder", type=Path, default=FOLDER, help="the folder of the queue and the output"
     )
     parser.add_argument("--home", type=Path, default=home_of(ROOT), help="Airflow's home")
     parser.add_argument("--sink", choices=sorted(DAGS), default="parquet", help="of its rows")
@@ -261,7 +260,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     demo = None
     try:
         if not os.environ.get("JAVA_HOME") and shutil.which("java") is None:
-            raise DemoError("Spark needs Java, and there is none here: `make demo` sees to that")
+            raise DemoError("Spark needs Java, which is not installed: `make demo` installs it")
         demo = Demo(
             screen,
             options.folder.resolve(),
@@ -274,9 +273,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
         screen.close()
         path = demo.folder.with_suffix(".json")
         path.write_text(json.dumps(report, indent=2) + "\n")
-        show(report, path, console)
+        print_report(report, path, console)
         if report["mistakes"]:
-            logs = shown(demo.home / "logs" / f"dag_id={demo.dag_id}")
+            logs = display_path(demo.home / "logs" / f"dag_id={demo.dag_id}")
             raise DemoError("\n  ".join(["", *report["mistakes"], f"The tasks' logs: {logs}"]))
         if options.keep:
             console.print(
@@ -301,7 +300,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    # A second signal must not break the clearing up.
+    # A second signal must not interrupt the cleanup.
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The demo's report: the queue, the output and the run, compared with the data itself."""
+"""The demo's report: compares the queue, the output and the runs with the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import ROOT
 
-#: The classes of the conservation sum: each message received is in exactly one.
+#: The classes of received messages; each message is in exactly one.
 CLASSES = (
     "acked",
     "requeued",
@@ -31,11 +31,10 @@ CLASSES = (
     "still_leased",
 )
 
-#: What the stages are called, and how the ids of their tasks begin.
+#: The names of the stages, and the prefixes of their task ids.
 STAGES = {"process": "process", "batch": "batch.", "Spark": "handle_batches", "settle": "ack"}
 
-#: A flight later than this, in minutes, is delayed.  Not taken from the pipeline: it is what the
-#: pipeline is checked against.
+#: Minutes after which a flight is delayed; independent of the pipeline, which it checks.
 TOLERANCE = 15
 
 REASON = "never departed"
@@ -50,8 +49,8 @@ class Expected:
     #: (batcher, airport) → flights.
     rows: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def watch(self, flights: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        """Counts ``flights`` as they pass."""
+    def count(self, flights: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """Counts flights and yields them."""
         for flight in flights:
             self.sent += 1
             delay = flight["dep_delay"]
@@ -97,7 +96,7 @@ def make_report(
     output: Path,
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Gather everything that is known about a demo, as JSON."""
+    """Returns the report of a demo as JSON values."""
     totals = Counter[str]()
     for run in runs:
         totals.update(run.report["totals"] if run.report else {})
@@ -113,7 +112,7 @@ def make_report(
                 "run_id": run.run_id,
                 "state": run.state,
                 "seconds": round(_span([run.dag_run]), 2),
-                "failed_tasks": [task["task_id"] for task in run.tasks if _bad(task)],
+                "failed_tasks": [task["task_id"] for task in run.tasks if _has_failed(task)],
                 "report": run.report.get("path"),
             }
             for run in runs
@@ -126,15 +125,15 @@ def make_report(
         "seconds": {name: round(value, 2) for name, value in seconds.items()},
         "expected": {"never_departed": expected.never_departed, "rows": _nested(expected.rows)},
     }
-    return {**report, "mistakes": mistakes(report)}
+    return {**report, "mistakes": find_mistakes(report)}
 
 
-def _bad(task: Mapping[str, Any]) -> bool:
+def _has_failed(task: Mapping[str, Any]) -> bool:
     return task["state"] in ("failed", "upstream_failed")
 
 
 def _batchers(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """By batcher: messages, batches, what became of them, and batches by trigger."""
+    """Returns messages, batches, outcomes and triggers by batcher."""
     batchers: dict[str, dict[str, Any]] = {}
     for run in runs:
         for name, result in (run.report.get("batchers") or {}).items():
@@ -149,15 +148,15 @@ def _batchers(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 
 def _stages(runs: Sequence[Run], received: int) -> Iterator[dict[str, Any]]:
-    """Seconds and messages per second of each stage, as Airflow saw its tasks."""
+    """Yields the seconds and messages per second of each stage by Airflow's task times."""
     batched = sum(batcher["messages"] for batcher in _batchers(runs).values())
     for stage, prefix in STAGES.items():
         seconds = 0.0
         for run in runs:
-            own = [task for task in run.tasks if _ran(task) and _id(task).startswith(prefix)]
+            own = [task for task in run.tasks if _has_run(task) and _id(task).startswith(prefix)]
             if stage == "settle":
-                # It starts with the run and watches the others: what counts is its time alone.
-                others = [task for task in run.tasks if _ran(task) and task not in own]
+                # The sensor starts with the run: only its time after the other tasks counts.
+                others = [task for task in run.tasks if _has_run(task) and task not in own]
                 seconds += _span([*others, *own]) - _span(others)
             else:
                 seconds += _span(own)
@@ -179,21 +178,21 @@ def _id(task: Mapping[str, Any]) -> str:
     return str(task["task_id"]).removeprefix("broadway.")
 
 
-def _ran(task: Mapping[str, Any]) -> bool:
+def _has_run(task: Mapping[str, Any]) -> bool:
     return bool(task["start_date"] and task["end_date"] and task["state"] != "skipped")
 
 
-def _span(several: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds from the first start to the last end."""
-    if not several:
+def _span(tasks: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the seconds from the first start to the last end."""
+    if not tasks:
         return 0.0
-    start = min(datetime.fromisoformat(instance["start_date"]) for instance in several)
-    end = max(datetime.fromisoformat(instance["end_date"]) for instance in several)
+    start = min(datetime.fromisoformat(instance["start_date"]) for instance in tasks)
+    end = max(datetime.fromisoformat(instance["end_date"]) for instance in tasks)
     return (end - start).total_seconds()
 
 
 def _dead_letters(queue: SqliteQueue) -> dict[str, Any]:
-    """Dead letters by reason; of these, the flights that did depart."""
+    """Counts dead letters by reason, and those of flights that departed."""
     letters = queue.dead_letters(limit=None)
     return {
         "reasons": dict(Counter(letter.reason for letter in letters)),
@@ -213,7 +212,7 @@ def _dataset(folder: Path) -> ds.Dataset | None:
 
 
 def _output(output: Path) -> dict[str, Any]:
-    """The rows written: how many by batcher and airport, and how many different messages."""
+    """Counts the written rows by batcher and airport, and the distinct messages."""
     dataset = _dataset(output / "flights")
     if dataset is None:
         return {"path": str(output), "rows": 0, "messages": 0, "by_batcher": {}}
@@ -229,7 +228,7 @@ def _output(output: Path) -> dict[str, Any]:
 
 
 def results(output: Path) -> list[dict[str, Any]]:
-    """Per airport: flights, the delayed share of them, the hour with the longest mean delay."""
+    """Returns, per airport, flights, the delayed share, and the hour with the worst mean delay."""
     dataset = _dataset(output / "flights")
     if dataset is None:
         return []
@@ -274,8 +273,8 @@ def _nested(rows: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
 
 
 # -------------------------------------------------------------------------------------- checking
-def mistakes(report: Mapping[str, Any]) -> list[str]:
-    """Say in sentences what is not as it must be; empty if all is well."""
+def find_mistakes(report: Mapping[str, Any]) -> list[str]:
+    """Returns the violations as sentences."""
     expected, queue, dead = report["expected"], report["queue"], report["dead_letters"]
     departed = report["sent"] - expected["never_departed"]
     problems = [
@@ -284,11 +283,11 @@ def mistakes(report: Mapping[str, Any]) -> list[str]:
         if run["state"] != "success"
     ]
 
-    def check(what: str, got: object, wanted: object) -> None:
-        if got != wanted:
-            problems.append(f"{what}: expected {wanted}, got {got}")
+    def check(label: str, actual: object, expected: object) -> None:
+        if actual != expected:
+            problems.append(f"{label}: expected {expected}, got {actual}")
 
-    check("the sum of every run balances", report["balanced"], True)
+    check("every run balances", report["balanced"], True)
     check("messages received", report["received"], report["sent"])
     check("messages acknowledged", report["sum"]["acked"], departed)
     check("messages dead-lettered", report["sum"]["dead_lettered"], expected["never_departed"])
@@ -298,8 +297,8 @@ def mistakes(report: Mapping[str, Any]) -> list[str]:
     for name in ("ready", "delayed", "leased"):
         check(f"messages left {name} in the queue", queue[name], 0)
     check("dead letters in the queue", queue["dead"], expected["never_departed"])
-    wanted = {REASON: expected["never_departed"]} if expected["never_departed"] else {}
-    check("dead letters by reason", dead["reasons"], wanted)
+    expected = {REASON: expected["never_departed"]} if expected["never_departed"] else {}
+    check("dead letters by reason", dead["reasons"], expected)
     check("dead letters of flights that departed", dead["departed"], 0)
     check("rows written", report["output"]["rows"], departed)
     check("different messages among them", report["output"]["messages"], departed)
@@ -308,15 +307,15 @@ def mistakes(report: Mapping[str, Any]) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------- showing
-def shown(path: Path) -> str:
-    """A path as people want to read it: from the checkout, if it lies there."""
+def display_path(path: Path) -> str:
+    """Returns a path relative to the checkout if possible."""
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
-def show(report: Mapping[str, Any], path: Path, console: Console) -> None:
-    """Prints the report for people.
+def print_report(report: Mapping[str, Any], path: Path, console: Console) -> None:
+    """Prints the report as tables.
 
-    :param path: Where it lies as JSON.
+    :param path: The path of the JSON report.
     """
     for title, table in {
         "Every message received is in exactly one class": _sum_table(report),
@@ -324,12 +323,13 @@ def show(report: Mapping[str, Any], path: Path, console: Console) -> None:
         "Stages": _stage_table(report),
         "What the flights say": _result_table(report),
     }.items():
-        # Not as the table's title, which is wrapped at the table's width.
+        # Not as a table title, which would wrap at the table's width.
         console.print(f"\n{title}", style="bold")
         console.print(table)
-    output = shown(Path(report["output"]["path"]))
+    output = display_path(Path(report["output"]["path"]))
     console.print(
-        f"\n{report['output']['rows']:,} rows in {output}/flights, this report in {shown(path)}."
+        f"\n{report['output']['rows']:,} rows in {output}/flights,"
+        f" this report in {display_path(path)}."
         f"  {report['seconds']['total']:.0f} s in all.",
         markup=False,
     )

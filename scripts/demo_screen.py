@@ -1,4 +1,4 @@
-"""The demo's progress: redrawn in place on a terminal, else a line per change."""
+"""The demo's progress: redrawn on a terminal, otherwise one line per change."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rich.text import Text
 
 from airflow_broadway.core.custody.protocol import QueueDepth
 
-#: Seconds between two lines about the queue, where lines are all there is.
+#: Seconds between two progress lines without a terminal.
 INTERVAL = 4.0
 
 _STYLES = {"success": "green", "failed": "red", "running": "cyan", "upstream_failed": "red"}
 
 
 class Screen:
-    """Steps that are done stay as lines; what is going on is drawn below them."""
+    """Prints finished steps as lines, and draws the current step below them."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -33,12 +33,12 @@ class Screen:
         self._last = ""
 
     def step(self, text: str) -> None:
-        """Say what has been done, or is about to be."""
+        """Prints a step."""
         self.close()
         self.console.print(f"{self._clock()}  {text}", markup=False)
 
     def loading(self, sent: int, wanted: int) -> None:
-        """Shows how far the queue is filled."""
+        """Draws the progress of filling the queue."""
         self._draw(_bar("sent", sent, wanted))
 
     def running(
@@ -49,10 +49,10 @@ class Screen:
         sent: int,
         batches: tuple[int, int],
     ) -> None:
-        """Shows a run: its tasks, and where the messages are.
+        """Draws a run: its tasks, and the states of the messages.
 
-        :param sent: Messages that there were at first.
-        :param batches: Those handled, and those planned so far.
+        :param sent: The number of messages at the start.
+        :param batches: The numbers of handled and of planned batches.
         """
         if self.console.is_terminal:
             self._draw(
@@ -77,7 +77,7 @@ class Screen:
             self.step(text)
 
     def close(self) -> None:
-        """Ends the drawing.  Safe to repeat."""
+        """Stops drawing.  Safe to repeat."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -96,7 +96,7 @@ class Screen:
 
 
 def task_name(task: Mapping[str, Any]) -> str:
-    """A task instance's name as people see it: without its group, with its map index."""
+    """Returns a task instance's display name: without its group, with its map index."""
     name = str(task["task_id"]).removeprefix("broadway.")
     return f"{name}[{task['map_index']}]" if task["map_index"] >= 0 else name
 

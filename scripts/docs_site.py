@@ -1,7 +1,4 @@
-"""Hooks of MkDocs for building the site (``hooks`` in ``mkdocs.yml``).
-
-The sources are written for GitHub, and docstrings for Sphinx.
-"""
+"""MkDocs hooks (``hooks`` in ``mkdocs.yml``) that adapt pages for GitHub and Sphinx docstrings."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 from pymdownx.slugs import slugify
 
-#: A link to a file outside docs/, which the site does not have.
+#: A link to a file outside docs/, which is not part of the site.
 _OUTSIDE = re.compile(r"\[([^][]+)\]\((?:\.\./)+(?!docs/)[^()]*\)")
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod|obj):<code>~?([^<]+)</code>")
 
@@ -22,7 +19,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Leaves the text of links to files of the repository."""
+    """Replaces links to files of the repository by their texts."""
     up = page.file.src_uri.count("/")
     return _OUTSIDE.sub(lambda link: link[1] if _leaves(link[0], up) else link[0], markdown)
 
@@ -32,5 +29,5 @@ def _leaves(link: str, up: int) -> bool:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Renders what Sphinx would: roles, and the colons before an example."""
+    """Renders Sphinx roles, and the colons before examples."""
     return _ROLE.sub(r"<code>\1</code>", html).replace("::</p>", ":</p>")

@@ -28,7 +28,7 @@ from typing import Any
 from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import FLIGHTS_QUEUE
 
-#: How many there are.
+#: The number of flights.
 FLIGHTS = 336_776
 
 #: Messages sent in one transaction.
@@ -38,7 +38,7 @@ _TEXT = frozenset({"carrier", "dest", "origin", "tailnum", "time_hour"})
 
 
 def data_file() -> Path:
-    """Returns where the package's data lies.
+    """Returns the path of the package's data.
 
     :raises RuntimeError: If it is not installed.
     """
@@ -58,8 +58,8 @@ def data_file() -> Path:
 def flights(messages: int | None = None, seed: int | None = None) -> Iterator[dict[str, Any]]:
     """Yields flights in the order of the file.
 
-    :param messages: How many; all if not given.
-    :param seed: Choose them at random, the same ones for the same seed; else the first ones.
+    :param messages: The number of flights; all by default.
+    :param seed: Selects random flights, reproducibly; by default the first ones.
     """
     rows = _rows()
     if seed is not None and messages is not None and messages < FLIGHTS:
@@ -86,7 +86,7 @@ def load(
     *,
     progress: Callable[[int], None] = lambda sent: None,
 ) -> int:
-    """Sends flights to ``queue``, each as JSON, and returns how many.
+    """Sends flights as JSON to ``queue``; returns their number.
 
     :param progress: Called after each chunk, with the messages sent so far.
     """
@@ -101,7 +101,7 @@ def load(
 
 
 def add_arguments(parser: argparse.ArgumentParser, messages: int | None = None) -> None:
-    """Declares the options that choose messages.
+    """Declares the options that select messages.
 
     :param messages: The default; ``None``: all.
     """
@@ -110,7 +110,10 @@ def add_arguments(parser: argparse.ArgumentParser, messages: int | None = None) 
         "--messages", type=_count, metavar="N", default=messages, help=f"send N flights; {default}"
     )
     parser.add_argument(
-        "--seed", type=int, metavar="S", help="choose them at random by this seed; else the first"
+        "--seed",
+        type=int,
+        metavar="S",
+        help="select random flights by this seed; default: the first",
     )
 
 

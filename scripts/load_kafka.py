@@ -1,8 +1,8 @@
 """The flights that left New York City in 2013, as messages of a Kafka topic.
 
 ``python -m scripts.load_kafka --bootstrap 127.0.0.1:9092 --messages 1000`` sends the first 1,000 to
-the topic ``flights``, and makes it if need be, with ``flights-dlt`` for dead letters; without
-``--messages``, all of them.  A flight's key is its carrier.
+the topic ``flights``; without ``--messages`` it sends all.  Creates the topic, and ``flights-dlt``
+for dead letters, if they do not exist.  A flight's key is its carrier.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PARTITIONS = 4
 
 
 def load(settings: dict[str, Any], messages: int | None = None, seed: int | None = None) -> int:
-    """Sends flights, each confirmed by Kafka; how many.
+    """Sends flights and waits for Kafka's confirmations; returns their number.
 
-    :param settings: librdkafka's, such as ``bootstrap.servers``.
-    :raises RuntimeError: If Kafka does not take all of them.
+    :param settings: librdkafka's settings, such as ``bootstrap.servers``.
+    :raises RuntimeError: If Kafka does not accept all messages.
     """
     from confluent_kafka import Producer
 
@@ -42,14 +42,14 @@ def load(settings: dict[str, Any], messages: int | None = None, seed: int | None
             try:
                 producer.produce(TOPIC, body, str(flight["carrier"]), on_delivery=report)
                 break
-            except BufferError:  # the client's own queue is full
+            except BufferError:  # the client's buffer is full
                 producer.poll(0.1)
         producer.poll(0)
         count += 1
     waiting = producer.flush(60)
     if failed or waiting:
         why = f": {failed[0].str()}" if failed else ""
-        raise RuntimeError(f"{len(failed) + waiting} messages were not taken{why}")
+        raise RuntimeError(f"{len(failed) + waiting} messages were not accepted{why}")
     return count
 
 
@@ -66,11 +66,13 @@ def make_topics(settings: dict[str, Any]) -> None:
             made.result(timeout=30)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise RuntimeError(f"no topic could be made: {error.args[0].str()}") from error
+                raise RuntimeError(
+                    f"the topics could not be created: {error.args[0].str()}"
+                ) from error
 
 
 def main() -> int:
-    """Loads what the command line asks for."""
+    """Sends the flights that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bootstrap", default="127.0.0.1:9092", help="host:port of a broker")
     add_arguments(parser)

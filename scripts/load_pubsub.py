@@ -1,9 +1,9 @@
 """The flights that left New York City in 2013, as messages of a Pub/Sub topic.
 
 ``python -m scripts.load_pubsub --project my-project --messages 1000`` publishes the first 1,000 to
-the topic ``flights``, and makes it if need be, with the subscription ``flights``, and the topic and
-subscription ``flights-dead`` for dead letters; without ``--messages``, all of them.  With
-``PUBSUB_EMULATOR_HOST`` it is the emulator's.  Credentials are Google's client's own affair.
+the topic ``flights``; without ``--messages`` it publishes all.  Creates the topic, the subscription
+``flights``, and ``flights-dead`` for dead letters, if they do not exist.  ``PUBSUB_EMULATOR_HOST``
+selects the emulator.  Google's client library finds the credentials.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from scripts.load_flights import add_arguments, flights
 NAME = "flights"
 DEAD = "flights-dead"
 
-#: Messages in one request, of which 1,000 is Pub/Sub's limit.
+#: Messages per request; Pub/Sub's limit is 1,000.
 BATCH = 500
 #: Requests in flight.
 THREADS = 4
 #: Requests handed to the threads at a time.
 CHUNK = 100
-#: Seconds that a subscription holds delivered messages by default.
+#: Default ack deadline of the subscriptions in seconds.
 ACK_DEADLINE = 60
 
 
@@ -41,10 +41,10 @@ def load(
     messages: int | None = None,
     seed: int | None = None,
 ) -> int:
-    """Publishes flights, each confirmed by Pub/Sub; how many.
+    """Publishes flights; returns the number of confirmed messages.
 
-    :param publisher: ``google.pubsub_v1.PublisherClient``, or one with the same requests.
-    :raises GoogleAPICallError: If Pub/Sub refuses messages.
+    :param publisher: A ``google.pubsub_v1.PublisherClient``, or a compatible one.
+    :raises GoogleAPICallError: If Pub/Sub rejects messages.
     """
     topic = make(publisher, subscriber, project)
 
@@ -67,7 +67,7 @@ def _batches(messages: int | None, seed: int | None) -> Iterator[list[dict[str, 
 
 
 def make(publisher: Any, subscriber: Any, project: str) -> str:
-    """The topic's full name; both topics and their subscriptions are made if need be."""
+    """Creates the topics and subscriptions if necessary; returns the topic's full name."""
     from google.api_core.exceptions import AlreadyExists
 
     for name in (NAME, DEAD):
@@ -86,7 +86,7 @@ def make(publisher: Any, subscriber: Any, project: str) -> str:
 
 
 def main() -> int:
-    """Loads what the command line asks for."""
+    """Sends the flights that the command line selects."""
     from google.api_core.exceptions import GoogleAPICallError
     from google.cloud.pubsub_v1 import PublisherClient, SubscriberClient
 
@@ -98,12 +98,12 @@ def main() -> int:
         parser.error("--project is needed, or GOOGLE_CLOUD_PROJECT")
     from google.pubsub_v1 import PublisherClient as Publisher
 
-    # Beneath Google's batching publisher, whose transport knows of the emulator.
+    # The low-level client, with the transport of the batching publisher: it supports the emulator.
     publisher = Publisher(transport=PublisherClient().transport)
     try:
         count = load(publisher, SubscriberClient(), args.project, args.messages, args.seed)
     except GoogleAPICallError as error:
-        print(f"Not all was published: {error.message}", file=sys.stderr)
+        print(f"Not all flights were published: {error.message}", file=sys.stderr)
         return 1
     print(f"{count:,} flights are in the topic {NAME!r} of {args.project!r}.")
     return 0

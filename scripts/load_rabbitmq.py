@@ -20,7 +20,7 @@ QUEUE = "flights"
 
 
 def load(address: Address, messages: int | None = None, seed: int | None = None) -> int:
-    """Sends flights, each confirmed by the broker; how many."""
+    """Sends flights and waits for the confirms; returns their number."""
     connection = ConnectionThread(address)
     try:
         arguments = {"x-queue-type": "quorum"}
@@ -40,7 +40,7 @@ def load(address: Address, messages: int | None = None, seed: int | None = None)
 
 
 def main() -> int:
-    """Loads what the command line asks for."""
+    """Sends the flights that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="amqp://guest:guest@127.0.0.1:5672/")
     add_arguments(parser)

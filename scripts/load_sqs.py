@@ -1,9 +1,9 @@
 """The flights that left New York City in 2013, as messages of an SQS queue.
 
 ``python -m scripts.load_sqs --endpoint-url http://127.0.0.1:5000 --messages 1000`` sends the first
-1,000 to the queue ``flights``, and makes it if need be, with a redrive policy to ``flights-dead``;
-without ``--messages``, all of them.  Without ``--endpoint-url`` it is AWS's: 33,678 requests, about
-$0.02.  Credentials are boto3's own affair (``AWS_PROFILE``, …).
+1,000 to the queue ``flights``; without ``--messages`` it sends all.  Creates the queue, with a
+redrive policy to ``flights-dead``, if it does not exist.  The default endpoint is AWS: 33,678
+requests, about $0.02.  boto3 finds the credentials (``AWS_PROFILE``, …).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 QUEUE = "flights"
 DEAD = "flights-dead"
 
-#: Messages in one request, and the bytes of all of them: the limits are SQS's.
+#: Messages and bytes per request: SQS's limits.
 BATCH = 10
 #: Requests in flight.
 THREADS = 8
@@ -33,9 +33,9 @@ CHUNK = 1_000
 
 
 def load(client: SQSClient, messages: int | None = None, seed: int | None = None) -> int:
-    """Sends flights, each confirmed by SQS; how many.
+    """Sends flights; returns the number of confirmed messages.
 
-    :raises RuntimeError: If SQS refuses messages.
+    :raises RuntimeError: If SQS rejects messages.
     """
     url = make_queue(client)
     count = 0
@@ -48,10 +48,10 @@ def load(client: SQSClient, messages: int | None = None, seed: int | None = None
 
 
 def make_queue(client: SQSClient) -> str:
-    """The queue's URL; it and its dead-letter queue are made if need be."""
+    """Creates the queue and its dead-letter queue if necessary; returns the queue's URL."""
     dead = client.create_queue(QueueName=DEAD)["QueueUrl"]
     attributes = client.get_queue_attributes(QueueUrl=dead, AttributeNames=["QueueArn"])
-    # Releases and lapses count as receives too: see docs/sqs.md.
+    # Releases and expired leases count as receives, too: see docs/sqs.md.
     policy = {"deadLetterTargetArn": attributes["Attributes"]["QueueArn"], "maxReceiveCount": 10}
     url: str = client.create_queue(
         QueueName=QUEUE, Attributes={"RedrivePolicy": json.dumps(policy)}
@@ -79,9 +79,9 @@ def _send(client: SQSClient, url: str, entries: Sequence[Any]) -> int:
 
 
 def main() -> int:
-    """Loads what the command line asks for."""
+    """Sends the flights that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--endpoint-url", help="another endpoint than AWS's")
+    parser.add_argument("--endpoint-url", help="the endpoint; default: AWS")
     parser.add_argument("--region", default="us-east-1")
     add_arguments(parser)
     args = parser.parse_args()

@@ -1,10 +1,10 @@
 """A real Airflow on loopback, as child processes: for ``make up``, the demo and the tests.
 
-``airflow standalone`` is not used: terminated, it leaves its children behind, and a component of it
-that dies is never missed.  Here every component is a process of its own whose log is a file, and
-:meth:`LocalAirflow.stop` leaves nothing behind, not even what tasks have started: every process
-gets a token in its environment, which its descendants inherit wherever they go.  The next start on
-the same AIRFLOW_HOME ends by that token what a killed predecessor could not.
+Not ``airflow standalone``, which leaves its children running when it is terminated, and does not
+notice the death of a component.  Here every component is a separate process with a log file, and
+:meth:`LocalAirflow.stop` ends all processes, including those that tasks have started: all inherit a
+token in their environment.  By that token, the next start on the same AIRFLOW_HOME ends the
+processes that a killed predecessor left.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ __all__ = [
     "processes_with",
 ]
 
-#: What an Airflow consists of, and the arguments of ``airflow`` that start it.  Logs are read from
-#: the disk that all share, so no component serves them: those servers listen on every address.
+#: Airflow's components, and the arguments of ``airflow`` that start them.  Without log servers,
+#: which would listen on every address: logs are on the shared disk.
 COMPONENTS: Mapping[str, Sequence[str]] = {
     "api-server": ("api-server",),
     "scheduler": ("scheduler", "--skip-serve-logs"),
@@ -57,7 +57,7 @@ COMPONENTS: Mapping[str, Sequence[str]] = {
     "triggerer": ("triggerer", "--skip-serve-logs"),
 }
 
-#: The components in the words of ``/api/v2/monitor/health``.
+#: The names of the components in ``/api/v2/monitor/health``.
 _HEALTH = {
     "api-server": "metadatabase",
     "scheduler": "scheduler",
@@ -65,7 +65,7 @@ _HEALTH = {
     "triggerer": "triggerer",
 }
 
-#: Carried by every process of one :class:`LocalAirflow`.
+#: The environment variable with the token of a :class:`LocalAirflow`.
 TOKEN_VARIABLE = "BROADWAY_LOCAL_AIRFLOW"
 
 
@@ -83,13 +83,13 @@ def free_port(preferred: int = 0) -> int:
 
 
 class LocalAirflow(AirflowApi):
-    """One Airflow, started and stopped; as a context manager, started and healthy inside.
+    """Starts and stops an Airflow; as a context manager, it is healthy inside.
 
-    :param env: The whole environment of its processes, from
-        :func:`scripts.airflow_env.airflow_env`.  The port is taken from it.
-    :param log_dir: Where each component writes ``<component>.log``.
-    :param components: Which of :data:`COMPONENTS` to start.
-    :param login: Who calls its API, by name and password; ``None`` where all are administrators.
+    :param env: The complete environment from :func:`scripts.airflow_env.airflow_env`, with the
+        port.
+    :param log_dir: The folder of the logs, ``<component>.log``.
+    :param components: The :data:`COMPONENTS` to start.
+    :param login: User name and password for the API; ``None`` if every client is an administrator.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LocalAirflow(AirflowApi):
             **env,
             TOKEN_VARIABLE: self.token,
             "PYTHONUNBUFFERED": "1",
-            # A process that changes its title must not write over its environment: see the token.
+            # Changing the process title would overwrite the environment with the token.
             "SPT_NOENV": "1",
         }
         self.home = Path(env["AIRFLOW_HOME"])
@@ -137,10 +137,10 @@ class LocalAirflow(AirflowApi):
         self.stop()
 
     def start(self) -> None:
-        """Prepare the metadata database if needed and start every component, without waiting.
+        """Migrates the metadata database if necessary and starts all components without waiting.
 
-        :raises LocalAirflowError: Another Airflow of ours runs on this AIRFLOW_HOME, the port is
-            taken, or the database cannot be made.
+        :raises LocalAirflowError: Another local Airflow uses this AIRFLOW_HOME, the port is in use,
+            or the database cannot be migrated.
         """
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._take_home()
@@ -151,7 +151,7 @@ class LocalAirflow(AirflowApi):
             self.start_component(name)
 
     def migrate(self) -> None:
-        """Makes or upgrades the metadata database, once for each version of Airflow."""
+        """Creates or upgrades the metadata database, once per version of Airflow."""
         version = metadata.version("apache-airflow-core")
         stamp = self.home / "migrated"
         if (
@@ -172,11 +172,11 @@ class LocalAirflow(AirflowApi):
                 check=False,
             ).returncode
         if code:
-            raise self._failure("Airflow's database could not be made", "migrate")
+            raise self._failure("Airflow's database could not be migrated", "migrate")
         stamp.write_text(version)
 
     def start_component(self, name: str) -> None:
-        """Starts one component, in a session of its own: a terminal's Ctrl-C must not reach it."""
+        """Starts a component in a new session, so that Ctrl-C in a terminal does not reach it."""
         self._started[name] = datetime.now(UTC)
         with self._log(name).open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -202,8 +202,8 @@ class LocalAirflow(AirflowApi):
         self._wait(healthy, timeout, lambda: f"Airflow is not healthy: {health}", "api-server")
 
     def health(self) -> dict[str, str]:
-        """Returns each component's health in its own word, or ``"no answer"`` for all."""
-        if not self._listens():  # another Airflow may have taken the port since it was chosen
+        """Returns each component's reported health; ``"no answer"`` if the API does not respond."""
+        if not self._listens():  # another Airflow may use the port by now
             return dict.fromkeys(self.components, "no answer")
         try:
             with urllib.request.urlopen(f"{self.url}/api/v2/monitor/health", timeout=10) as reply:
@@ -228,7 +228,7 @@ class LocalAirflow(AirflowApi):
 
     def _health_of(self, name: str, part: Mapping[str, Any]) -> str:
         beat = part.get(f"latest_{_HEALTH[name]}_heartbeat")
-        # Airflow takes a heartbeat of the last 30 seconds for health: it may be a predecessor's.
+        # Airflow accepts a heartbeat of the last 30 seconds, which may be a predecessor's.
         if beat is not None and datetime.fromisoformat(beat) < self._started[name]:
             return "starting"
         return str(part.get("status"))
@@ -245,11 +245,11 @@ class LocalAirflow(AirflowApi):
     def stop(self, grace: float = 5.0) -> None:
         """Stops every component and everything they have started.  Safe to repeat.
 
-        First asked (SIGTERM), then, after ``grace`` seconds or when asked in vain, killed.
+        Sends SIGTERM, and SIGKILL after ``grace`` seconds.
         """
         try:
             deadline = time.monotonic() + grace
-            # The API server goes last: while it stands, running tasks can still report.
+            # The API server is last, so that running tasks can still report.
             self._terminate([name for name in self.processes if name != "api-server"], deadline)
             self._terminate(list(self.processes), max(deadline, time.monotonic() + 2.0))
         finally:
@@ -263,7 +263,7 @@ class LocalAirflow(AirflowApi):
                 self.processes[name].wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
-        """Kills every component and everything they have started, at once."""
+        """Kills every component and everything they have started, without SIGTERM."""
         kill_by_token(self.token)
         for process in self.processes.values():
             process.wait()
@@ -273,13 +273,13 @@ class LocalAirflow(AirflowApi):
             self._lock = None
 
     def processes_of_tasks(self) -> list[psutil.Process]:
-        """Return every process of this Airflow that is not a component itself, e.g. to kill one."""
+        """Returns all processes of this Airflow except the components."""
         components = {process.pid for process in self.processes.values()}
         return [found for found in processes_with(self.token) if found.pid not in components]
 
     # ---------------------------------------------------------------------------------- details
     def component_log(self, name: str, lines: int = 30) -> str:
-        """Returns the last ``lines`` lines that a component wrote."""
+        """Returns the last ``lines`` lines of a component's log."""
         try:
             text = self._log(name).read_text(errors="replace")
         except FileNotFoundError:
@@ -294,7 +294,7 @@ class LocalAirflow(AirflowApi):
         return LocalAirflowError(f"{what}.  The end of {self._log(log)}:\n{end}")
 
     def _take_home(self) -> None:
-        """Makes this the only Airflow of ours on its home."""
+        """Locks the home against other local Airflows."""
         lock = _lock_home(self.home)
         if lock is None:
             lines = (self.home / _LOCK).read_text().split()
@@ -305,16 +305,16 @@ class LocalAirflow(AirflowApi):
         self._lock = lock
 
 
-#: In AIRFLOW_HOME: locked while an Airflow of ours runs there; has its token, URL and process.
+#: The lock file in AIRFLOW_HOME; contains the running Airflow's token, URL and process id.
 _LOCK = "local_airflow.lock"
 
 
 def _lock_home(home: Path) -> IO[str] | None:
-    """Lock ``home``, end what a killed predecessor left running; ``None`` if one runs there now."""
+    """Locks ``home`` and ends leftover processes; returns ``None`` if an Airflow runs there."""
     home.mkdir(parents=True, exist_ok=True)
     lock = (home / _LOCK).open("a+")
     try:
-        # The kernel releases it with the process, however that dies; no child inherits it.
+        # The kernel releases the lock when the process ends; children do not inherit it.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
@@ -327,7 +327,7 @@ def _lock_home(home: Path) -> IO[str] | None:
 
 
 def end_leftovers(home: Path) -> None:
-    """Ends what a killed :class:`LocalAirflow` left running on ``home``: its port becomes free."""
+    """Ends the processes that a killed :class:`LocalAirflow` left, which frees its port."""
     lock = _lock_home(home)
     if lock is not None:
         lock.close()
@@ -336,9 +336,9 @@ def end_leftovers(home: Path) -> None:
 def processes_with(
     token: str, *, variable: str = TOKEN_VARIABLE, spared: Sequence[str] = ()
 ) -> list[psutil.Process]:
-    """Returns every living process that carries ``token``, in spite of its parent.
+    """Returns all running processes with this token in their environment.
 
-    :param spared: Names of programs that are passed over.
+    :param spared: Names of programs to skip.
     """
     processes = []
     for process in psutil.process_iter():
@@ -353,7 +353,7 @@ def processes_with(
 def kill_by_token(
     token: str, timeout: float = 10.0, *, variable: str = TOKEN_VARIABLE, spared: Sequence[str] = ()
 ) -> None:
-    """Kills every process that carries ``token``, until none is left: one may just be forking."""
+    """Kills all processes with this token; repeats, because one may fork at the same time."""
     deadline = time.monotonic() + timeout
     while (
         found := processes_with(token, variable=variable, spared=spared)
@@ -365,12 +365,12 @@ def kill_by_token(
 
 
 def _airflow() -> list[str]:
-    # Not the script in the environment's bin: its first line breaks when the checkout is moved.
+    # Not the script in bin/, whose first line breaks when the checkout is moved.
     return [sys.executable, "-m", "airflow"]
 
 
 def main() -> None:
-    """Makes the metadata database of the AIRFLOW_HOME that the environment names."""
+    """Creates the metadata database of the environment's AIRFLOW_HOME."""
     home = Path(os.environ["AIRFLOW_HOME"])
     LocalAirflow(os.environ, home / "logs" / "components").migrate()
 

@@ -1,4 +1,4 @@
-"""Render docs/options.md from the declarations: ``python -m scripts.options_doc``."""
+"""Renders docs/options.md from the options' declarations: ``python -m scripts.options_doc``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Attributes of the class, and overrides of the same names:
 |---|---|---|---|
 """
 
-#: Option, value, default, and what it is.
+#: Option, value, default, description.
 PIPELINE: list[tuple[str, str, str, str]] = [
     (
         *("name", "at most 100 letters, digits, `_`, `-` and `.`", "the class's name"),
@@ -93,14 +93,14 @@ PIPELINE: list[tuple[str, str, str, str]] = [
     ),
 ]
 
-#: What follows it.
+#: The text after the table of the pipeline.
 CALLS = """
 A pipeline may define `setup(self, run)`: called once per process, before any other callback, on
 workers and on the Spark driver; its result is the `context`.  `self.run` is a `RunInfo` in every
 callback, with {run}.  Outside Airflow its ids are `"local"`.
 """
 
-#: A producer, and the least that it needs: for what its defaults turn out to be.
+#: The producers with their required options, to render their defaults.
 PRODUCERS: list[tuple[str, type[Any], dict[str, Any]]] = [
     ("Embedded queue", SqliteProducer, {"queue": "orders"}),
     ("RabbitMQ", RabbitMQProducer, {"queue": "orders"}),
@@ -123,7 +123,7 @@ OTHERS: list[tuple[str, str, type[Any]]] = [
     ("Runs by a backlog", "`Flights.dag(…, schedule=backlog(…))`", Backlog),
 ]
 
-#: Rules as the page has them, given its first paragraph; errors have them in full.
+#: Short forms of rules for the page; errors have the full rules.
 RULES = {
     "a number of seconds greater than 0": "seconds",
     "a number of seconds of at least 0": "seconds or 0",
@@ -157,16 +157,16 @@ RULES = {
     "a sink, such as ParquetFolder(…)": "sink",
 }
 
-#: What stands for ``AUTO``, and for what each producer has of its own.
+#: The texts for ``AUTO``, and for defaults that differ by producer.
 AUTO_TEXT = "see text"
 BY_PRODUCER = ", unless its table differs"
-#: Options that have a row together in the table of a producer.
+#: Options that share a row in the table of a producer.
 ACTIONS = ("on_success", "on_failure")
 _TABLE = "| option | value | default | |\n|---|---|---|---|\n"
 
 
 def page() -> str:
-    """The whole page."""
+    """Renders the page."""
     run = ", ".join(f"`{field.name}`" for field in dataclasses.fields(RunInfo))
     rows = [
         f"| `{name}` | {value} | {default} | {doc} |\n" for name, value, default, doc in PIPELINE
@@ -194,7 +194,7 @@ def _every_producer() -> str:
 
 
 def _producer(title: str, cls: type[Any], least: dict[str, Any]) -> str:
-    """The options of one producer, and those of all that have another value or default with it."""
+    """Renders a producer's options, including common options with other values or defaults."""
     producer = cls(**least)
     shared = {field.name: field for field in dataclasses.fields(Producer)}
     rows = own = ""
@@ -228,7 +228,7 @@ def _row(field: dataclasses.Field[Any], default: str) -> str:
 
 
 def _value(rule: str, default: str) -> str:
-    """A rule in short, without examples of names; ``None`` is named unless it is the default."""
+    """Shortens a rule; mentions ``None`` unless it is the default."""
     optional = rule.endswith(" or None")
     text = rule.removesuffix(" or None")
     text = text if text in RULES else re.split(": (?!…)|; ", text)[0]

@@ -1,5 +1,6 @@
-"""A small Spark application that uses what a pipeline's does: its classes become the archive that
-``setup.sh --quick-spark`` makes.
+"""A small Spark application that loads the classes that pipelines use.
+
+``setup.sh --quick-spark`` makes a class data archive of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Writes rows, read them, have Python see them, in both ways."""
+    """Writes and reads rows, with and without a Python worker."""
     from pyspark.sql import SparkSession, functions
 
     spark = SparkSession.builder.master("local[2]").getOrCreate()

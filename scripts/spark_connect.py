@@ -13,17 +13,17 @@ from typing import Self
 
 from scripts.local_airflow import free_port
 
-#: The timeout for its start, in seconds.
+#: Timeout of the start in seconds.
 PATIENCE = 120.0
 _CLASS = "org.apache.spark.sql.connect.service.SparkConnectServer"
 _STARTED = "Spark Connect server started"
 
 
 class ConnectServer:
-    """The server, with ``local[2]``.
+    """A Spark Connect server with ``local[2]``.
 
-    :param folder: Of its log and files.
-    :param conf: More settings of Spark.
+    :param folder: The folder of its log and files.
+    :param conf: Additional settings of Spark.
     """
 
     def __init__(self, folder: Path, conf: Mapping[str, str] | None = None) -> None:
@@ -41,9 +41,9 @@ class ConnectServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts it, and waits until it accepts connections.
+        """Starts the server and waits until it accepts connections.
 
-        :raises RuntimeError: If it does not start; with its log.
+        :raises RuntimeError: If it does not start; with the end of its log.
         """
         home = Path(str(import_module("pyspark").__file__)).parent
         command = [str(home / "bin" / "spark-submit"), "--class", _CLASS, "--master", "local[2]"]
@@ -65,7 +65,7 @@ class ConnectServer:
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """Kills it, as the kernel does where memory runs out."""
+        """Kills the server with SIGKILL, like the OOM killer."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -1,7 +1,7 @@
 """``make up``: a local Airflow with its UI on loopback, until Ctrl-C.
 
-The port is 8080, or the next free one; ``PORT=9000 make up`` asks for another.  With
-``ARGS="--connect"`` the Spark tasks use a Spark Connect server, which is running already.
+The port is 8080 (``PORT=9000 make up`` sets another) or the next free one.  With
+``ARGS="--connect"``, starts a Spark Connect server, which the Spark tasks use.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from scripts.local_airflow import (
 )
 from scripts.spark_connect import ConnectServer
 
-#: Seconds until every component must have reported itself healthy.
+#: Seconds within which all components must be healthy.
 PATIENCE = 120.0
 
 
 class _Interrupted(BaseException):
-    """Ctrl-C, or a request to end; not an error, and for no ``except Exception`` to catch."""
+    """Raised on SIGINT, SIGTERM or SIGHUP; not an Exception, so that it is not caught."""
 
 
 class _Interrupts:
-    """The first SIGINT or SIGTERM interrupts; the second kills what still runs and ends at once."""
+    """Interrupts at the first signal; kills Airflow and exits immediately at the second one."""
 
     def __init__(self, airflow: LocalAirflow) -> None:
         self._airflow = airflow
         self._seen = 0
 
     def listen(self) -> None:
-        # Set even if SIGINT came in ignored, as it does to a shell's background job.
+        # Also if SIGINT is ignored, as in a background job of a shell.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
 
@@ -51,13 +51,13 @@ class _Interrupts:
             raise _Interrupted
         if self._seen == 2:
             print("Killing it.", flush=True)
-            # Not Airflow's own kill(): this may have interrupted it while it held a lock.
+            # Not LocalAirflow.kill(): the signal may have interrupted it while it held a lock.
             kill_by_token(self._airflow.token)
             os._exit(1)
 
 
 def main() -> int:
-    """Runs Airflow until interrupted; 0 if that is how it ended."""
+    """Runs Airflow until interrupted; returns 0 then."""
     parser = argparse.ArgumentParser(prog="make up", description=__doc__)
     parser.add_argument("--connect", action="store_true", help="with a Spark Connect server")
     connect = parser.parse_args().connect
@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def _create_queues() -> None:
-    """Creates the queues of the DAGs in ``dags/``: a run refuses one that does not exist."""
+    """Creates the queues of the DAGs in ``dags/``: runs fail without their queue."""
     FLIGHTS_QUEUE.parent.mkdir(parents=True, exist_ok=True)
     with SqliteQueue(FLIGHTS_QUEUE, "flights") as queue:
         queue.create()
@@ -116,7 +116,8 @@ def _welcome(airflow: LocalAirflow, seconds: float) -> str:
 Airflow is healthy after {seconds:.0f} s.
 
   Open     {airflow.url}/dags
-  Login    none: whoever reaches this port is an administrator, and only this machine can
+  Login    none: every client is an administrator; the port is open on this machine only
+
   Run      click a DAG, then Trigger (top right); then a square in its grid for that task's log
   DAGs     {airflow.env["AIRFLOW__CORE__DAGS_FOLDER"]}, read again every few seconds
   Logs     {airflow.log_dir}

@@ -21,7 +21,7 @@ LONGEST = (
     "faults/test_rabbitmq.py",
     "integration/test_clicks.py",
     "integration/test_spark_job.py",  # and what goes with it
-    "living/test_living.py",
+    "traffic/test_traffic.py",
     "integration/test_dag_test.py",
     "integration/test_rabbitmq_stopping.py",
     "integration/test_bad_input.py",

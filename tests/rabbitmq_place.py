@@ -215,7 +215,7 @@ class Breaker(Relay):
         self._paused_at = None
         self._flowing.set()
 
-    def _join(self, client: socket.socket, broker: socket.socket) -> None:
+    def _relay(self, client: socket.socket, broker: socket.socket) -> None:
         for source, target in ((client, broker), (broker, client)):
             pump = threading.Thread(target=self._pump, args=(source, target, source is client))
             pump.daemon = True

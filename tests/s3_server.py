@@ -47,7 +47,7 @@ class S3Server:
         #: An access key whose requests it denies.
         self.denied = ""
         #: Called for each request: ``"before"`` its execution, and ``"after"``, before the answer.
-        self.told: Callable[[str], None] = lambda moment: None
+        self.on_request: Callable[[str], None] = lambda moment: None
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
         kind, key = environ["REQUEST_METHOD"], environ["PATH_INFO"]
@@ -56,7 +56,7 @@ class S3Server:
             kind, key = "LIST", f"{key}?{query}"
         with self._lock:
             self.requests[kind, key] += 1
-        self.told("before")
+        self.on_request("before")
         environ.pop(self.ignored, None)
         if self.denied and f"Credential={self.denied}/" in environ.get("HTTP_AUTHORIZATION", ""):
             start_response("403 Forbidden", [("Content-Type", "application/xml")])
@@ -67,7 +67,7 @@ class S3Server:
             answer = self._app(environ, start_response)
         with self._lock:
             self.busy += time.perf_counter() - begun
-        self.told("after")
+        self.on_request("after")
         return answer
 
     @contextmanager

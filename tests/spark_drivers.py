@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def _fork(arguments: list[str], strike: Any) -> int:
-    from airflow_broadway.testing.crashes.spark import be_driver
+    from airflow_broadway.testing.crashes.spark import run_driver
 
     pid = os.fork()
     if pid:
@@ -105,7 +105,7 @@ def _fork(arguments: list[str], strike: Any) -> int:
     try:
         os.dup2(2, 1)  # standard output has the answers
         with nullcontext() if strike is None else deadly(Point(*strike[0]), strike[1]):
-            code = be_driver(arguments)
+            code = run_driver(arguments)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does: as short as it takes, and not forever."""
+"""Waits for conditions that other threads or processes fulfil."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 def eventually(condition: Callable[..., object], timeout: float = 60.0) -> None:
-    """Return once ``condition`` holds.
+    """Polls until ``condition`` holds.
 
-    :raises AssertionError: If it does not within ``timeout`` seconds.
+    :raises AssertionError: After ``timeout`` seconds.
     """
     limit = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < limit, f"it did not come true in {timeout:.0f} s"
+        assert time.monotonic() < limit, f"the condition did not hold within {timeout:.0f} s"
         time.sleep(0.02)

@@ -12,7 +12,7 @@ from typing import Any
 
 from airflow_broadway.cli.output import CommandError, Result
 from airflow_broadway.core.text import many, printable
-from airflow_broadway.testing.crashes.campaign import Family, Sums, UnsoundPipeline
+from airflow_broadway.testing.crashes.campaign import Family, Totals, UnsoundPipeline
 from airflow_broadway.testing.crashes.case import Case
 from airflow_broadway.testing.crashes.case import Result as CaseResult
 from airflow_broadway.testing.crashes.report import report
@@ -41,18 +41,18 @@ def crash_test(args: argparse.Namespace) -> Result:
     )
     progress = _Progress()
     try:
-        sums = test.run(on_cases=progress.begin, on_result=progress.add)
+        totals = test.run(on_cases=progress.begin, on_result=progress.add)
     except UnsoundPipeline as error:
         for line in error.tail:
             sys.stderr.write(f"  {printable(line)}\n")
         raise
     finally:
         progress.end()
-    lines = report(sums, lambda case: _repeat_command(args, case))
-    if args.keep and sums.failures:
-        folders = {str(failure.folder.parent) for failure in sums.failures}
+    lines = report(totals, lambda case: _repeat_command(args, case))
+    if args.keep and totals.failures:
+        folders = {str(failure.folder.parent) for failure in totals.failures}
         lines.append(f"The files of failed cases are in {', '.join(folders)}.")
-    return Result(_to_json(sums, args), lines, int(not sums.good))
+    return Result(_to_json(totals, args), lines, int(not totals.passed))
 
 
 def _read_messages(args: argparse.Namespace) -> list[bytes]:
@@ -84,26 +84,28 @@ def _repeat_command(args: argparse.Namespace, case: Case) -> str:
     return shlex.join([*words, "--only", str(case)])
 
 
-def _to_json(sums: Sums, args: argparse.Namespace) -> dict[str, Any]:
-    counts = sums.counts
+def _to_json(totals: Totals, args: argparse.Namespace) -> dict[str, Any]:
+    counts = totals.counts
     return {
-        "points": len(sums.points),
+        "points": len(totals.points),
         "cases": counts["cases"],
-        "runs": sums.runs,
+        "runs": totals.runs,
         **{name: counts[name] for name in ("lost", "missing", "repeated", "unmarked", "left")},
         "mistakes": counts["other"],
-        "unsteady": [str(case) for case in sums.unsteady],
+        "unsteady": [str(case) for case in totals.unsteady],
         "parts": [
-            {"stage": stage, "call": kind, **part} for (stage, kind), part in sums.parts.items()
+            {"stage": stage, "call": kind, **part} for (stage, kind), part in totals.parts.items()
         ],
         "failures": [
             {
                 "case": str(failure.case),
-                "wrong": {kind.value: details for kind, details in failure.account.wrong.items()},
+                "wrong": {
+                    kind.value: details for kind, details in failure.account.violations.items()
+                },
                 "again": _repeat_command(args, failure.case),
                 "folder": str(failure.folder) if args.keep else None,
             }
-            for failure in sums.failures
+            for failure in totals.failures
         ],
     }
 
@@ -122,7 +124,7 @@ class _Progress:
 
     def add(self, result: CaseResult) -> None:
         self._done += 1
-        self._failed += not result.good
+        self._failed += not result.passed
         now = time.monotonic()
         if now - self._reported_at >= (_INTERVAL_ON_TERMINAL if self._terminal else _INTERVAL):
             self._reported_at = now

@@ -14,7 +14,7 @@ from airflow_broadway.testing.driver import PipelineDriver
 from airflow_broadway.testing.dummy import RecordingAcknowledger
 
 if TYPE_CHECKING:
-    from airflow_broadway.testing.crashes.campaign import Sums
+    from airflow_broadway.testing.crashes.campaign import Totals
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def broadway_events() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def broadway_crash_test() -> Callable[..., Sums]:
+def broadway_crash_test() -> Callable[..., Totals]:
     """Returns :func:`airflow_broadway.testing.crashes.users.crash_test`.
 
     See ``docs/testing.md``.

@@ -1,8 +1,7 @@
-"""``make bench``: every figure in one run, as a table and in ``build/bench.json``.
+"""``make bench``: runs all benchmarks; prints a table and writes ``build/bench.json``.
 
-Absolute figures are this machine's on this day; the ratios, each between two figures of the same
-run, are what may be compared.  ``ARGS="--only core,sqlite"`` runs some parts, ``--quick`` all of
-them at their smallest.
+Absolute figures depend on the machine and the day; compare the ratios, each between two figures of
+one run.  ``ARGS="--only core,sqlite"`` runs some parts, ``--quick`` runs all with small sizes.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ Part = Callable[[], list[dict[str, Any]]]
 
 
 def parts(quick: bool, seconds: float) -> dict[str, Part]:
-    """The parts by name, in order.
+    """Returns the parts by name, in order.
 
-    :param seconds: The duration of the load of ``warm.live``.
+    :param seconds: The duration of ``warm.live``'s load.
     """
     sizes = {"10k": flights.SIZES["10k"]} if quick else flights.SIZES
     return {
         "core": lambda: import_module("tests.benchmarks.core").bench_core(),
         "sqlite": lambda: import_module("tests.benchmarks.sqlite").bench_sqlite(),
-        "failing": lambda: import_module("tests.benchmarks.failing").bench_failing(),
+        "failing": lambda: import_module("tests.benchmarks.failures").bench_failing(),
         "crashes": lambda: import_module("tests.benchmarks.crashes").bench_crashes(
             **({"messages": 5_000, "kills": 3, "tries": 1} if quick else {})
         ),
@@ -80,9 +79,9 @@ def parts(quick: bool, seconds: float) -> dict[str, Part]:
 
 
 def main() -> int:
-    """Runs the parts and writes the result; 1 if a part failed."""
+    """Runs the parts and writes the result; returns 1 if a part failed."""
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
-    parser.add_argument("--only", help="names of parts, with commas between")
+    parser.add_argument("--only", help="comma-separated names of parts")
     parser.add_argument("--quick", action="store_true", help="smallest sizes, one try")
     parser.add_argument("--seconds", type=float, default=60.0, help="load of warm.live")
     args = parser.parse_args()
@@ -95,17 +94,17 @@ def main() -> int:
     failed = []
     print(f"{'figure':<44}{'value':>14}  {'unit':<8}{'ratio':>8}  of")
     for name in chosen:
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
-            found = known[name]()
+            part_figures = known[name]()
         except Exception as error:
             failed.append(name)
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
-        for figure in found:
+        for figure in part_figures:
             print(_row(figure), flush=True)
-        figures += found
-        print(f"  ({name}: {time.monotonic() - begun:.0f} s)", flush=True)
+        figures += part_figures
+        print(f"  ({name}: {time.monotonic() - started:.0f} s)", flush=True)
     _compare(figures)
     RESULT.parent.mkdir(exist_ok=True)
     environment = {

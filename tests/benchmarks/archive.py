@@ -1,10 +1,9 @@
-"""The cost of keeping an archive, and the speed of reading an interval of it.
+"""The cost of archiving, and the speed of reading an interval of an archive.
 
-``.kept`` is a process stage whose messages are kept, to be compared with the same stage without an
-archive: ``archive.nothing`` on messages that cost nothing and callbacks that do nothing, where the
-share is the largest that it can be, ``archive.flights`` on the demo's.  ``.cpu`` is the processor
-time of a message.  ``archive.read`` reads an interval of an hour, written beforehand, in order and
-as messages; ``.peak`` is its memory.
+``.kept`` is a process stage with an archive, compared with the same stage without one:
+``archive.nothing`` with synthetic messages and trivial callbacks, where the archive has its largest
+share, and ``archive.flights`` with the demo's.  ``.cpu`` is the CPU time per message.
+``archive.read`` reads an interval of one hour as messages, in order; ``.peak`` is its memory.
 """
 
 from __future__ import annotations
@@ -24,38 +23,41 @@ from airflow_broadway.staging.archive.writer import ArchiveWriter
 from airflow_broadway.staging.store import Store
 from scripts.load_flights import flights as every_flight
 from scripts.load_flights import load
-from tests.benchmarks.figures import Figures, Took, folder_of_its_own, median, memory, rate
-from tests.benchmarks.made_up import BODY, MadeUpProducer
+from tests.benchmarks.figures import Figures, Measurement, median, memory, rate, temporary_folder
 from tests.benchmarks.stages import run_stage
+from tests.benchmarks.synthetic import BODY, SyntheticProducer
 
 MESSAGES = 200_000
 FLIGHTS = 100_000
 INTERVAL = 1_000_000
-MADE_UP = "tests.benchmarks.made_up:OnNothing"
+SYNTHETIC = "tests.benchmarks.synthetic:SyntheticPipeline"
 START = datetime(2013, 1, 1, tzinfo=UTC)
 
 
 def bench_archive(
     messages: int = MESSAGES, interval: int = INTERVAL, flights: int = FLIGHTS, tries: int = 5
 ) -> Figures:
-    """All figures; the stages in turn, so that what else the machine does falls on both."""
+    """Measures all figures, alternating between the stages, so that noise affects both."""
     return [
-        *compared("archive.nothing", partial(nothing_done, messages), tries),
-        *compared("archive.flights", partial(flights_handled, flights), tries),
-        *reading(interval),
+        *compare_archiving("archive.nothing", partial(process_trivial, messages), tries),
+        *compare_archiving("archive.flights", partial(process_flights, flights), tries),
+        *read_interval(interval),
     ]
 
 
-def compared(name: str, stage: Callable[[bool], Took], tries: int) -> Figures:
-    """A process stage that archives its messages next to the same without an archive."""
+def compare_archiving(name: str, stage: Callable[[bool], Measurement], tries: int) -> Figures:
+    """Compares a process stage with and without an archive."""
     pairs = [(stage(False), stage(True)) for _ in range(tries)]
     without, kept = ([pair[index] for pair in pairs] for index in (0, 1))
-    bare, item = ([1e6 * took.cpu / took.messages for took in side] for side in (without, kept))
+    bare, item = (
+        [1e6 * measurement.cpu / measurement.messages for measurement in side]
+        for side in (without, kept)
+    )
     return [
-        median(name, [took.rate for took in without], "msg/s"),
+        median(name, [measurement.rate for measurement in without], "msg/s"),
         median(
             f"{name}.kept",
-            [took.rate for took in kept],
+            [measurement.rate for measurement in kept],
             "msg/s",
             of=name,
             ratios=[b.rate / a.rate for a, b in pairs],
@@ -72,18 +74,18 @@ def compared(name: str, stage: Callable[[bool], Took], tries: int) -> Figures:
     ]
 
 
-def nothing_done(messages: int, kept: bool) -> Took:
-    """Messages that cost nothing, and a callback that does nothing."""
+def process_trivial(messages: int, kept: bool) -> Measurement:
+    """Measures synthetic messages with a trivial callback."""
     options = {"producer": {"messages": messages}, "archive": {} if kept else None}
-    with folder_of_its_own() as folder:
-        arguments = {"folder": str(folder), "ref": {"class": MADE_UP, "options": options}}
+    with temporary_folder() as folder:
+        arguments = {"folder": str(folder), "ref": {"class": SYNTHETIC, "options": options}}
         done = run_stage("process", max_messages=messages, **arguments)
-    return Took(messages, done.seconds, done.cpu)
+    return Measurement(messages, done.seconds, done.cpu)
 
 
-def flights_handled(messages: int, kept: bool) -> Took:
-    """The demo's messages and callback, at the embedded queue."""
-    with folder_of_its_own() as folder:
+def process_flights(messages: int, kept: bool) -> Measurement:
+    """Measures the demo's messages and callback with the embedded queue."""
+    with temporary_folder() as folder:
         queue = SqliteQueue(folder / "queue.db", "flights")
         load(queue, every_flight(messages))
         producer = {"path": queue.path, "conn_id": None}
@@ -91,12 +93,12 @@ def flights_handled(messages: int, kept: bool) -> Took:
         ref = {"class": "flights_pipeline:Flights", "options": options}
         done = run_stage("process", folder=str(folder), ref=ref, max_messages=messages)
         queue.close()
-    return Took(messages, done.seconds, done.cpu)
+    return Measurement(messages, done.seconds, done.cpu)
 
 
-def reading(messages: int) -> Figures:
-    """An hour of an archive, read to its end."""
-    with folder_of_its_own() as folder:
+def read_interval(messages: int) -> Figures:
+    """Measures reading an hour of an archive."""
+    with temporary_folder() as folder:
         store = Store.open(f"file://{folder}/staging")
         fill(store, messages)
         env = ProducerEnv(
@@ -108,8 +110,8 @@ def reading(messages: int) -> Figures:
         started = time.perf_counter()
         source = ArchiveSource(env, Archive())
         count = 0
-        while found := source.receive(1_000, timeout=0.0):
-            count += len(found)
+        while messages_read := source.receive(1_000, timeout=0.0):
+            count += len(messages_read)
         seconds = time.perf_counter() - started
     if count != messages:
         raise RuntimeError(f"read {count} of {messages} messages")
@@ -120,7 +122,7 @@ def reading(messages: int) -> Figures:
 def fill(store: Store, messages: int) -> None:
     step = timedelta(hours=1) / messages
     own, archive = store.folder("own"), archive_folder(store, "b")
-    with ArchiveWriter(own, "hour", MadeUpProducer(), Archive()) as writer:
+    with ArchiveWriter(own, "hour", SyntheticProducer(), Archive()) as writer:
         for number in range(messages):
             at = START + step * (number * 7919 % messages)
             writer.add([Message(BODY, message_id=f"m-{number}", received_at=at)])

@@ -1,4 +1,4 @@
-"""The model's cost per message: no I/O, ``max_demand=500``."""
+"""The CPU cost per message of the core: no I/O, ``max_demand=500``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from airflow_broadway.testing import DummyProducer
 
 MESSAGES = 100_000
 
-#: Messages in a chunk where ``max_demand`` is Broadway's default.
+#: Messages per chunk with Broadway's default of ``max_demand``.
 DEFAULT_CHUNK = 5
 
 
 class Identity(Broadway):
-    """Does nothing to its messages."""
+    """Returns messages unchanged."""
 
     producer = DummyProducer()
     processors = Processors(concurrency=1, max_demand=500)
@@ -45,7 +45,7 @@ class Identity(Broadway):
 
 
 class ThreePuts(Identity):
-    """Makes three new messages of each."""
+    """Calls three ``put_…`` methods per message."""
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         return message.put_data(b"").put_batch_key("key").put_batcher("default")
@@ -60,7 +60,7 @@ def _messages(pipeline: Broadway, count: int = MESSAGES) -> list[Message]:
 
 
 def _best(work: Callable[[], object], tries: int = 5) -> float:
-    """Seconds of the fastest of some tries: what others do on the machine only adds to it."""
+    """Returns the seconds of the fastest try, which has the least noise."""
     best = float("inf")
     for _ in range(tries):
         gc.collect()
@@ -73,7 +73,7 @@ def _best(work: Callable[[], object], tries: int = 5) -> float:
 
 
 def _whole(kind: type[Broadway]) -> float:
-    """Microseconds per message for process + batch + ack bookkeeping."""
+    """Returns microseconds per message of process, batch and ack bookkeeping."""
     pipeline = kind()
     messages = _messages(pipeline)
 
@@ -86,7 +86,7 @@ def _whole(kind: type[Broadway]) -> float:
 
 
 def _process(pipeline: Broadway, chunk: int = 250) -> float:
-    """Microseconds per message in the process stage alone."""
+    """Returns microseconds per message of the process stage."""
     stage = ProcessorStage(pipeline)
     messages = _messages(pipeline)
     chunks = [messages[start : start + chunk] for start in range(0, MESSAGES, chunk)]
@@ -99,9 +99,9 @@ def _process(pipeline: Broadway, chunk: int = 250) -> float:
 
 
 def _traced(pipeline: Broadway) -> tuple[float, float]:
-    """Microseconds per message in the process stage, without and with a span and its links.
+    """Returns microseconds per message of the process stage, without and with a span and links.
 
-    Each message has another ``traceparent``.
+    Each message has a different ``traceparent``.
     """
     stage = ProcessorStage(pipeline)
     messages = [
@@ -125,7 +125,7 @@ def _traced(pipeline: Broadway) -> tuple[float, float]:
 
 
 def _batch(keys: int) -> float:
-    """Microseconds per message in the batcher alone, with so many distinct keys."""
+    """Returns microseconds per message of the batcher with this number of keys."""
     messages = [
         Message(b"data", batch_key=number % keys, position=number) for number in range(MESSAGES)
     ]
@@ -141,7 +141,7 @@ def _batch(keys: int) -> float:
 
 
 def _telemetry_checks(chunk: int) -> float:
-    """Microseconds per message for asking whether anybody listens: twice a chunk."""
+    """Returns microseconds per message of checking for telemetry handlers, twice per chunk."""
     calls = 100_000
 
     def work() -> None:
@@ -151,7 +151,7 @@ def _telemetry_checks(chunk: int) -> float:
     return _best(work) / calls * 2 / chunk * 1e6
 
 
-#: What a broker sends with a message: six fields of different kinds.
+#: Typical metadata of a message: six fields of different types.
 METADATA = {
     "routing_key": "orders.eu.created",
     "priority": 5,
@@ -163,7 +163,7 @@ METADATA = {
 
 
 def _metadata(encode: Callable[[Any], object]) -> float:
-    """Microseconds per message for writing its metadata as text."""
+    """Returns microseconds per message of serializing its metadata."""
     calls = 20_000
 
     def work() -> None:
@@ -174,7 +174,7 @@ def _metadata(encode: Callable[[Any], object]) -> float:
 
 
 def bench_core() -> list[dict[str, Any]]:
-    """The figures of the core, for ``build/bench.json``."""
+    """Measures the figures of the core."""
     process = _process(Identity())
     small = _process(Identity(), DEFAULT_CHUNK)
     checks, small_checks = _telemetry_checks(250), _telemetry_checks(DEFAULT_CHUNK)

@@ -1,4 +1,4 @@
-"""The cost of outside kills for the next run, next to a run that was never killed."""
+"""The cost of killed runs for the next run, compared with a run without kills."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from airflow_broadway import Batcher, Message, Processors
 from airflow_broadway.producers.sqlite import SqliteProducer
 from tests.unit.passing import Passing
 
-#: Messages of the run that is timed; of these, held by each task that is killed; and kills.
+#: Messages of the measured run; messages held by each killed task; number of kills.
 MESSAGES, HELD, KILLS = 20_000, 1_000, 50
 
 
@@ -32,7 +32,7 @@ class Numbers(Passing):
 
 
 def _killed(work: Callable[[], object]) -> None:
-    """Does work in a process of its own, and kills that where it would publish."""
+    """Does work in a child process that is killed before it publishes."""
     child = os.fork()
     if not child:
         try:
@@ -45,7 +45,7 @@ def _killed(work: Callable[[], object]) -> None:
 
 
 def _seconds(messages: int, held: int, kills: int) -> float:
-    """Seconds of a whole run, from its sweep to its report."""
+    """Returns the seconds of a run from its sweep to its report."""
     from airflow_broadway.runs.process import Process
     from tests.unit.runs.steps import Run
 
@@ -70,7 +70,7 @@ def _seconds(messages: int, held: int, kills: int) -> float:
         report = run.ack()
         seconds = time.perf_counter() - started
         if (report["totals"]["acked"], report["balanced"]) != (messages, True):
-            raise RuntimeError(f"not all was handled: {report['totals']}")
+            raise RuntimeError(f"not all messages were handled: {report['totals']}")
         return seconds
 
 

@@ -1,4 +1,4 @@
-"""The figures of ``make bench``."""
+"""Helpers that measure the figures of ``make bench``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from scripts.local_airflow import LocalAirflow, free_port
 
 _DAGS = Path(__file__).parent / "dags"
 
-#: ``{"name", "value", "unit"}``, and ``"ratio"`` with ``"of"``, the figure it is compared with.
+#: ``{"name", "value", "unit"}``, and optionally ``"ratio"`` to the figure ``"of"``.
 Figures = list[dict[str, Any]]
 
 
-class Took(NamedTuple):
-    """The cost of one try."""
+class Measurement(NamedTuple):
+    """The measured cost of one try."""
 
     messages: int
     seconds: float
@@ -33,18 +33,18 @@ class Took(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Messages a second."""
+        """Messages per second."""
         return self.messages / self.seconds
 
     @property
-    def cpu_of_each(self) -> float:
-        """Microseconds of processor time for a message."""
+    def cpu_per_message(self) -> float:
+        """CPU time per message in microseconds."""
         return 1e6 * self.cpu / self.messages
 
 
 @contextmanager
-def folder_of_its_own() -> Iterator[Path]:
-    """A new folder, removed afterwards."""
+def temporary_folder() -> Iterator[Path]:
+    """Creates a folder that is removed at the end."""
     path = Path(tempfile.mkdtemp(prefix="broadway-bench-"))
     try:
         yield path
@@ -53,7 +53,7 @@ def folder_of_its_own() -> Iterator[Path]:
 
 
 def measure(module: str, *arguments: str, **options: Any) -> Any:
-    """Runs a benchmark module in a process of its own; returns its last line, JSON."""
+    """Runs a benchmark module in a separate process; returns its last output line, JSON."""
     command = [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments, json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -61,13 +61,17 @@ def measure(module: str, *arguments: str, **options: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def tell(name: str, took: Took) -> None:
-    """Prints a try immediately: all of them together take half an hour."""
-    print(f"  {name}: {took.rate:,.0f} msg/s in {took.seconds:.1f} s", file=sys.stderr, flush=True)
+def print_measurement(name: str, measurement: Measurement) -> None:
+    """Prints the measurement of a try as progress."""
+    print(
+        f"  {name}: {measurement.rate:,.0f} msg/s in {measurement.seconds:.1f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def airflow_for(folder: Path, conn_id: str, connection: Any) -> LocalAirflow:
-    """A real Airflow with the benchmarks' Dags and a connection."""
+    """Creates a real Airflow with the benchmarks' DAGs and a connection."""
     env = airflow_env(port=free_port(), home=folder / "airflow", dags=_DAGS)
     env["PYTHONPATH"] += f":{_DAGS.parents[2] / 'dags'}"
     env[f"AIRFLOW_CONN_{conn_id.upper()}"] = json.dumps(connection)
@@ -76,17 +80,17 @@ def airflow_for(folder: Path, conn_id: str, connection: Any) -> LocalAirflow:
 
 
 def rate(name: str, messages: int, seconds: float) -> dict[str, Any]:
-    """Messages per second."""
+    """Returns a figure in messages per second."""
     return {"name": name, "value": round(messages / seconds), "unit": "msg/s"}
 
 
 def memory(name: str, peak: int) -> dict[str, Any]:
-    """Peak memory, of bytes."""
+    """Returns a figure of peak memory, given in bytes."""
     return {"name": f"{name}.peak", "value": round(peak / 2**20), "unit": "MiB"}
 
 
-def took(name: str, tries: Sequence[float]) -> dict[str, Any]:
-    """The median of seconds."""
+def duration(name: str, tries: Sequence[float]) -> dict[str, Any]:
+    """Returns a figure with the median of seconds."""
     return {"name": name, "value": round(statistics.median(tries), 2), "unit": "s"}
 
 
@@ -99,19 +103,19 @@ def median(
     of: str = "",
     ratios: Sequence[float] = (),
 ) -> dict[str, Any]:
-    """The median of tries; with ratios, also theirs to another figure."""
+    """Returns a figure with the median of tries, and optionally of their ratios."""
     figure = {"name": name, "value": round(statistics.median(values), digits), "unit": unit}
     if ratios:
         figure |= {"ratio": round(statistics.median(ratios), 2), "of": of}
     return figure
 
 
-def run_of(airflow: LocalAirflow, dag_id: str) -> float:
-    """Runs a Dag; seconds from the start of the run to its end."""
+def time_dag_run(airflow: LocalAirflow, dag_id: str) -> float:
+    """Runs a DAG; returns the seconds from the run's start to its end."""
     run = airflow.trigger(dag_id)
     state = airflow.wait_for_run(dag_id, run, timeout=1_800)
     if state != "success":
         raise RuntimeError(f"{dag_id} ended as {state}")
     dag_run = airflow.dag_run(dag_id, run)
-    begun, ended = (datetime.fromisoformat(dag_run[name]) for name in ("start_date", "end_date"))
-    return (ended - begun).total_seconds()
+    started, ended = (datetime.fromisoformat(dag_run[name]) for name in ("start_date", "end_date"))
+    return (ended - started).total_seconds()

@@ -1,4 +1,4 @@
-"""The demo's pipeline, stage by stage and as a whole, at three sizes; batch keys; fixed costs."""
+"""The demo's pipeline by stage and as a whole, in three sizes; batch keys; fixed costs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import airflow_env
 from scripts.load_flights import FLIGHTS, flights, load
 from scripts.local_airflow import LocalAirflow, free_port
-from tests.benchmarks.figures import Figures, folder_of_its_own, memory, rate, run_of, took
+from tests.benchmarks.figures import Figures, duration, memory, rate, temporary_folder, time_dag_run
 from tests.benchmarks.stages import run_stage
 
 SIZES = {"10k": 10_000, "100k": 100_000, "336k": FLIGHTS}
 KEYS = (10, 1_000, 100_000)
 KEYED_MESSAGES = 100_000
 
-#: Beyond so many batches their calls are not run, only planned: half an hour of one bench.
+#: Maximum number of batches that are run; more are only planned, which saves half an hour.
 MOST_BATCHES = 1_000
 
-#: Figure → the figure of the same run that it is compared with.
+#: The figures by the figure of the same run with which they are compared.
 COMPARED = {
     "run.empty": "run.bare",
     "run.one_message": "run.bare_spark",
@@ -34,14 +34,14 @@ DAGS = Path(__file__).parent / "dags"
 
 
 def bench_stages(sizes: dict[str, int]) -> Figures:
-    """Messages per second and peak memory of each stage alone."""
+    """Measures messages per second and peak memory of each stage."""
     figures: Figures = []
     for label, size in sizes.items():
-        with folder_of_its_own() as folder:
+        with temporary_folder() as folder:
             queue = SqliteQueue(folder / "queue.db", "flights")
-            begun = time.perf_counter()
+            started = time.perf_counter()
             load(queue, flights(size))
-            figures.append(rate(f"flights.{label}.load", size, time.perf_counter() - begun))
+            figures.append(rate(f"flights.{label}.load", size, time.perf_counter() - started))
             table = {"sink": {"path": str(folder / "output")}}
             ref = {
                 "class": "flights_pipeline:Flights",
@@ -73,18 +73,18 @@ def bench_stages(sizes: dict[str, int]) -> Figures:
 
 
 def bench_keys() -> Figures:
-    """Measures distinct batch keys, merged and not: planning always, the calls where they end."""
+    """Measures planning, and running up to a limit, of distinct batch keys, merged and not."""
     figures: Figures = []
     for keys in KEYS:
         for merged in (False, True):
             name = f"keys.{keys}{'.merged' if merged else ''}"
-            with folder_of_its_own() as folder:
+            with temporary_folder() as folder:
                 queue = SqliteQueue(folder / "queue.db", "bench")
                 queue.send(
                     json.dumps({"n": n, "key": n % keys}).encode() for n in range(KEYED_MESSAGES)
                 )
                 ref = {
-                    "class": "tests.benchmarks.pipelines:Keyed",
+                    "class": "tests.benchmarks.pipelines:KeyedPipeline",
                     "options": {
                         "producer": {"path": queue.path},
                         "batchers": {"default": {"merge_keys": merged}},
@@ -106,9 +106,9 @@ def bench_keys() -> Figures:
 
 
 def bench_runs(sizes: dict[str, int], tries: int) -> Figures:
-    """The whole DAG under a real scheduler, and what a run costs that has nothing to do."""
+    """Measures the DAG under a real scheduler, and the fixed cost of a run."""
     figures: Figures = []
-    with folder_of_its_own() as folder:
+    with temporary_folder() as folder:
         queue = SqliteQueue(folder / "queue.db", "flights")
         env = {
             **airflow_env(port=free_port(), home=folder / "airflow", dags=DAGS),
@@ -122,21 +122,23 @@ def bench_runs(sizes: dict[str, int], tries: int) -> Figures:
         with LocalAirflow(env, folder / "logs", components=parts) as airflow:
             for dag_id in ("bench_flights", "bench_bare", "bench_bare_spark"):
                 airflow.wait_for_dag(dag_id)
-            bare = [run_of(airflow, "bench_bare") for _ in range(tries)]
-            bare_spark = [run_of(airflow, "bench_bare_spark") for _ in range(tries)]
-            empty = [run_of(airflow, "bench_flights") for _ in range(tries)]
+            bare = [time_dag_run(airflow, "bench_bare") for _ in range(tries)]
+            bare_spark = [time_dag_run(airflow, "bench_bare_spark") for _ in range(tries)]
+            empty = [time_dag_run(airflow, "bench_flights") for _ in range(tries)]
             single = []
             for _ in range(tries):
                 load(queue, flights(1))
-                single.append(run_of(airflow, "bench_flights"))
+                single.append(time_dag_run(airflow, "bench_flights"))
             figures += [
-                took("run.bare", bare),
-                took("run.empty", empty),
-                took("run.bare_spark", bare_spark),
-                took("run.one_message", single),
+                duration("run.bare", bare),
+                duration("run.empty", empty),
+                duration("run.bare_spark", bare_spark),
+                duration("run.one_message", single),
             ]
             for label, size in sizes.items():
                 load(queue, flights(size))
-                figures.append(rate(f"flights.{label}.run", size, run_of(airflow, "bench_flights")))
+                figures.append(
+                    rate(f"flights.{label}.run", size, time_dag_run(airflow, "bench_flights"))
+                )
         queue.close()
     return figures

@@ -1,14 +1,12 @@
-"""Kafka: what a run gets of the client's own speed, and what the adapter costs.
+"""Kafka: throughput compared with the client library alone, and the overhead of the adapter.
 
-``kafka.ceiling`` is librdkafka alone, a thousand messages a call, of which nothing is made;
-``kafka.source`` is this package's source alone: fetched, claimed, and made messages of.
-``kafka.process`` is a whole process stage, ``kafka.made_up`` the same one on a source that makes
-the same messages up, ``kafka.settle`` the settlement of all of them, and ``kafka.run`` whole runs
-in a real Airflow, with Spark.  ``.unordered`` is with ``order="none"``.  Messages have 200 bytes,
-callbacks are trivial, and there are two batchers.  Tries are
-interleaved, so that what else the machine does falls on all of them; figures are medians, and so
-are the ratios, each to a figure of the same try.  ``.cpu`` is the client's processor time for a
-message, with all of its threads.
+``kafka.ceiling`` is librdkafka alone, a thousand messages per call, which are discarded.
+``kafka.source`` is the package's source: fetches, claims, and creates messages.  ``kafka.process``
+is a process stage, ``kafka.made_up`` the same stage with synthetic messages, ``kafka.settle`` the
+settlement, and ``kafka.run`` are whole runs in a real Airflow with Spark.  ``.unordered`` uses
+``order="none"``.  Messages have 200 bytes, callbacks are trivial, and there are two batchers.
+Tries are interleaved, so that noise affects all; figures and ratios are medians, and each ratio is
+to a figure of the same try.  ``.cpu`` is the client's CPU time per message, including all threads.
 
 The server is Apache Kafka, one broker on this machine.
 """
@@ -27,57 +25,57 @@ from typing import Any
 from scripts.local_airflow import LocalAirflow
 from tests.benchmarks.figures import (
     Figures,
-    Took,
+    Measurement,
     airflow_for,
-    folder_of_its_own,
     measure,
     median,
     memory,
-    run_of,
-    tell,
+    print_measurement,
+    temporary_folder,
+    time_dag_run,
 )
-from tests.benchmarks.made_up import BODY
-from tests.benchmarks.stages import Stage, run_batches, run_made_up, run_stage
+from tests.benchmarks.stages import Stage, run_batches, run_stage, run_synthetic
+from tests.benchmarks.synthetic import BODY
 from tests.kafka_server import ApacheKafka, KafkaServer
 
 MESSAGES = 100_000
 SIZES = {"100k": 100_000, "1m": 1_000_000}
 PARTITIONS = 8
-PIPELINE = "tests.benchmarks.pipelines:OnKafka"
-#: What is compared with what.
+PIPELINE = "tests.benchmarks.pipelines:KafkaPipeline"
+#: The figures by the figure with which they are compared.
 OF = {"source": "ceiling", "process": "made_up", "process.unordered": "made_up"}
-#: The topic of the Dag.
+#: The topic of the DAG.
 TOPIC = "bench"
 
 
 def bench_kafka(sizes: dict[str, int] | None = None, tries: int = 5) -> Figures:
-    """All figures, against a server of its own."""
+    """Measures all figures with a new server."""
     sizes = SIZES if sizes is None else sizes
-    taken: dict[str, list[Took]] = {}
+    measurements: dict[str, list[Measurement]] = {}
     peaks: Figures = []
-    with folder_of_its_own() as folder, ApacheKafka.start(folder / "broker") as server:
+    with temporary_folder() as folder, ApacheKafka.start(folder / "broker") as server:
         for _ in range(tries):
-            for name, took in stages(server, MESSAGES):
-                tell(name, took)
-                taken.setdefault(name, []).append(took)
-        peaks += [peak_of(server, label, size) for label, size in sizes.items()]
+            for name, measurement in stages(server, MESSAGES):
+                print_measurement(name, measurement)
+                measurements.setdefault(name, []).append(measurement)
+        peaks += [measure_peak(server, label, size) for label, size in sizes.items()]
         if sizes:
             server.topic(TOPIC, PARTITIONS)
             server.topic(f"{TOPIC}-dlt")
             with airflow_for(folder, "bench_kafka", server.connection()) as airflow:
                 for _ in range(min(tries, 3)):
                     for label, size in sizes.items():
-                        took = run_of_messages(airflow, server, size)
-                        tell(f"run.{label}", took)
-                        taken.setdefault(f"run.{label}", []).append(took)
-    return [*figures(taken), *peaks]
+                        measurement = run_of_messages(airflow, server, size)
+                        print_measurement(f"run.{label}", measurement)
+                        measurements.setdefault(f"run.{label}", []).append(measurement)
+    return [*figures(measurements), *peaks]
 
 
 # -- the stages ------------------------------------------------------------------------------------
 
 
 def new_topic(server: KafkaServer, count: int) -> str:
-    """A topic of its own with so many messages, and its two for failures."""
+    """Creates a topic with this number of messages, and its retry and dead-letter topics."""
     name = server.topic(partitions=PARTITIONS)
     server.topic(f"{name}.retry")
     server.topic(f"{name}-dlt")
@@ -85,24 +83,24 @@ def new_topic(server: KafkaServer, count: int) -> str:
     return name
 
 
-def stages(server: KafkaServer, count: int) -> Iterator[tuple[str, Took]]:
-    """One try of every stage."""
+def stages(server: KafkaServer, count: int) -> Iterator[tuple[str, Measurement]]:
+    """Measures every stage once."""
     topic = new_topic(server, count)
-    yield "ceiling", apart("ceiling", server.bootstrap, topic, count)
-    yield "source", apart("source", server.bootstrap, topic, count)
-    yield "made_up", of_stage(count, run_made_up(count))
+    yield "ceiling", measure_separately("ceiling", server.bootstrap, topic, count)
+    yield "source", measure_separately("source", server.bootstrap, topic, count)
+    yield "made_up", to_measurement(count, run_synthetic(count))
     for name, order in (("process", "partition"), ("process.unordered", "none")):
-        with folder_of_its_own() as folder:
-            arguments = given_for(server, folder, topic, order)
-            yield name, of_stage(count, run_stage("process", **arguments))
+        with temporary_folder() as folder:
+            arguments = stage_arguments(server, folder, topic, order)
+            yield name, to_measurement(count, run_stage("process", **arguments))
             if order == "partition":
                 run_batches(arguments)
-                yield "settle", of_stage(count, run_stage("settle", **arguments))
+                yield "settle", to_measurement(count, run_stage("settle", **arguments))
     server.delete_topic(topic)
 
 
-def given_for(server: KafkaServer, folder: Path, topic: str, order: str) -> dict[str, Any]:
-    """Returns the arguments of one run's stages; the group is a new one."""
+def stage_arguments(server: KafkaServer, folder: Path, topic: str, order: str) -> dict[str, Any]:
+    """Returns the arguments of a run's stages, with a new consumer group."""
     options = {
         "hosts": server.bootstrap,
         "conn_id": None,
@@ -113,37 +111,37 @@ def given_for(server: KafkaServer, folder: Path, topic: str, order: str) -> dict
     return {"folder": str(folder), "ref": {"class": PIPELINE, "options": {"producer": options}}}
 
 
-def of_stage(count: int, stage: Stage) -> Took:
-    """Returns the cost of a stage for a number of messages.
+def to_measurement(count: int, stage: Stage) -> Measurement:
+    """Returns the measurement of a stage.
 
-    :raises RuntimeError: If it did not take them all.
+    :raises RuntimeError: If it did not receive all messages.
     """
     received = stage.result.get("received", stage.result.get("acked"))
     if received != count:
         raise RuntimeError(f"{received} of {count} messages")
-    return Took(count, stage.seconds, stage.cpu)
+    return Measurement(count, stage.seconds, stage.cpu)
 
 
-def peak_of(server: ApacheKafka, label: str, size: int) -> dict[str, Any]:
-    """The largest process of a process stage."""
+def measure_peak(server: ApacheKafka, label: str, size: int) -> dict[str, Any]:
+    """Measures the peak memory of a process stage."""
     topic = new_topic(server, size)
-    with folder_of_its_own() as folder:
-        stage = run_stage("process", **given_for(server, folder, topic, "partition"))
+    with temporary_folder() as folder:
+        stage = run_stage("process", **stage_arguments(server, folder, topic, "partition"))
     server.delete_topic(topic)
-    of_stage(size, stage)
+    to_measurement(size, stage)
     return memory(f"kafka.{label}.process", stage.peak)
 
 
 # -- the client, and the source, alone -------------------------------------------------------------
 
 
-def apart(name: str, bootstrap: str, topic: str, count: int) -> Took:
-    """Measures one stage in a process of its own."""
-    return Took(*measure("kafka", name, bootstrap=bootstrap, topic=topic, count=count))
+def measure_separately(name: str, bootstrap: str, topic: str, count: int) -> Measurement:
+    """Measures a stage in a separate process."""
+    return Measurement(*measure("kafka", name, bootstrap=bootstrap, topic=topic, count=count))
 
 
-def ceiling(bootstrap: str, topic: str, count: int) -> Took:
-    """Consume all with librdkafka alone."""
+def ceiling(bootstrap: str, topic: str, count: int) -> Measurement:
+    """Consumes all messages with librdkafka alone."""
     server = ApacheKafka(Path(), bootstrap=bootstrap)
 
     def work() -> int:
@@ -156,10 +154,10 @@ def ceiling(bootstrap: str, topic: str, count: int) -> Took:
                 got += len(consumer.consume(1_000, timeout=5.0))
         return got
 
-    return timed(count, work)
+    return measure_work(count, work)
 
 
-def source(bootstrap: str, topic: str, count: int) -> Took:
+def source(bootstrap: str, topic: str, count: int) -> Measurement:
     """Receives all with this package's source, which keeps its claims in a folder."""
     import confluent_kafka  # noqa: F401 - loaded before the clock starts
 
@@ -173,7 +171,7 @@ def source(bootstrap: str, topic: str, count: int) -> Took:
         group_id=uuid.uuid4().hex,
         offset_reset_policy="earliest",
     )
-    with folder_of_its_own() as folder:
+    with temporary_folder() as folder:
         env = ProducerEnv(generation="bench", staging=f"file://{folder}")
 
         def work() -> int:
@@ -185,45 +183,47 @@ def source(bootstrap: str, topic: str, count: int) -> Took:
             opened.close()
             return got
 
-        return timed(count, work)
+        return measure_work(count, work)
 
 
-def timed(count: int, work: Callable[[], int]) -> Took:
+def measure_work(count: int, work: Callable[[], int]) -> Measurement:
     """Measures some work.
 
-    :raises RuntimeError: If it did not get all.
+    :raises RuntimeError: If it did not receive all messages.
     """
-    cpu, begun = time.process_time(), time.perf_counter()
+    cpu, started = time.process_time(), time.perf_counter()
     got = work()
-    took = Took(count, time.perf_counter() - begun, time.process_time() - cpu)
+    measurement = Measurement(count, time.perf_counter() - started, time.process_time() - cpu)
     if got != count:
         raise RuntimeError(f"received {got} of {count}")
-    return took
+    return measurement
 
 
 # -- whole runs ------------------------------------------------------------------------------------
 
 
-def run_of_messages(airflow: LocalAirflow, server: ApacheKafka, count: int) -> Took:
-    """One whole run of the Dag."""
+def run_of_messages(airflow: LocalAirflow, server: ApacheKafka, count: int) -> Measurement:
+    """Measures a run of the DAG."""
     airflow.wait_for_dag("bench_kafka")
     server.fill(TOPIC, repeat(BODY, count))
-    return Took(count, run_of(airflow, "bench_kafka"), 0.0)
+    return Measurement(count, time_dag_run(airflow, "bench_kafka"), 0.0)
 
 
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def figures(taken: dict[str, list[Took]]) -> Figures:
-    """Medians, and ratios to a figure of the same try."""
+def figures(measurements: dict[str, list[Measurement]]) -> Figures:
+    """Returns medians, and ratios to a figure of the same try."""
     rows: Figures = []
-    for name, tries in taken.items():
+    for name, tries in measurements.items():
         of = OF.get(name, "")
-        ratios = [a.rate / b.rate for a, b in zip(tries, taken[of], strict=True)] if of else []
+        ratios = (
+            [a.rate / b.rate for a, b in zip(tries, measurements[of], strict=True)] if of else []
+        )
         rates = [attempt.rate for attempt in tries]
         rows.append(median(f"kafka.{name}", rates, "msg/s", of=f"kafka.{of}", ratios=ratios))
         if tries[0].cpu:
-            cpu = [attempt.cpu_of_each for attempt in tries]
+            cpu = [attempt.cpu_per_message for attempt in tries]
             rows.append(median(f"kafka.{name}.cpu", cpu, "us/msg", digits=1))
     return rows
 

@@ -1,4 +1,4 @@
-"""Pipelines of the benchmarks that are not the demo's, and how Spark is started for all."""
+"""The pipelines of the benchmarks, except the demo's, and their settings of Spark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from airflow_broadway.producers import (
     SqsProducer,
 )
 
-#: Settings of Spark: a small, quick JVM.
+#: Spark settings for a small JVM that starts fast.
 SPARK = {
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     "spark.sql.shuffle.partitions": "2",
@@ -22,8 +22,8 @@ SPARK = {
 }
 
 
-class Keyed(Broadway):
-    """Each message names its key; a batch costs its call alone."""
+class KeyedPipeline(Broadway):
+    """Batches messages by key; ``handle_batch`` is trivial."""
 
     producer = SqliteProducer(queue="bench", path="/nowhere/bench.db")
     processors = Processors(concurrency=1, max_demand=2_000)
@@ -39,8 +39,8 @@ class Keyed(Broadway):
         return None
 
 
-class Halved(Broadway):
-    """Trivial callbacks; every other message goes to each of two batchers."""
+class TwoBatchers(Broadway):
+    """Trivial callbacks; messages alternate between two batchers."""
 
     processors = Processors(concurrency=1, max_demand=1000)
     batchers = {"even": Batcher(), "odd": Batcher()}
@@ -52,17 +52,17 @@ class Halved(Broadway):
         return None
 
 
-class OnRabbitMQ(Halved):
+class RabbitMQPipeline(TwoBatchers):
     producer = RabbitMQProducer(queue="bench", uri="amqp://localhost")
 
 
-class OnSqs(Halved):
+class SqsPipeline(TwoBatchers):
     producer = SqsProducer(queue_name="bench")
 
 
-class OnKafka(Halved):
+class KafkaPipeline(TwoBatchers):
     producer = KafkaProducer(group_id="bench", topics=["bench"], offset_reset_policy="earliest")
 
 
-class OnPubSub(Halved):
+class PubSubPipeline(TwoBatchers):
     producer = PubSubProducer(subscription="bench")

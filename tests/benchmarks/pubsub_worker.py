@@ -1,7 +1,7 @@
-"""One try of the Pub/Sub figures, in a process of its own: prints what it took as JSON.
+"""Measures the Pub/Sub stages once, in a separate process; prints the result as JSON.
 
-``bare`` is Google's client alone: threads that pull and acknowledge; ``ours`` a process stage, and
-the settlement of all that it received.
+``bare`` is Google's client alone: threads that pull and acknowledge.  ``ours`` is a process stage
+and its settlement.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count
 from typing import Any
 
-from tests.benchmarks.figures import Took
-from tests.benchmarks.receipt_stages import serve, stages, timed
+from tests.benchmarks.figures import Measurement
+from tests.benchmarks.receipt_stages import measure_work, serve, stages
 
-PIPELINE = "tests.benchmarks.pipelines:OnPubSub"
-#: Ids in one request, at most: what this package sends.
+PIPELINE = "tests.benchmarks.pipelines:PubSubPipeline"
+#: Maximum number of ack ids per request, as in the package.
 MOST_IDS = 2_500
-#: Messages in one pull: the most that Pub/Sub gives.
+#: Messages per pull: Pub/Sub's maximum.
 MOST_MESSAGES = 1_000
 
 
 class Requests:
-    """Counts what every client of this process asks."""
+    """Counts the requests of all clients of this process."""
 
     def __init__(self) -> None:
         self.count = 0
         self._numbers = count(1)
 
     def install(self) -> None:
-        """See every call from now on, beneath all that a client does with it."""
+        """Intercepts every gRPC call from now on."""
         from grpc import _channel
 
         blocking = _channel._UnaryUnaryMultiCallable._blocking
 
-        def counted(call: Any, *given: Any, **named: Any) -> Any:
+        def count_call(call: Any, *given: Any, **kwargs: Any) -> Any:
             self.count = next(self._numbers)
-            return blocking(call, *given, **named)
+            return blocking(call, *given, **kwargs)
 
-        setattr(_channel._UnaryUnaryMultiCallable, "_blocking", counted)  # noqa: B010
+        setattr(_channel._UnaryUnaryMultiCallable, "_blocking", count_call)  # noqa: B010
 
 
 def client_of(host: str) -> Any:
-    """Google's client, as its documentation opens it, but that no answer is too large."""
+    """Creates Google's client without a limit of the response size."""
     import grpc
     from google.pubsub_v1 import SubscriberClient
     from google.pubsub_v1.services.subscriber.transports import SubscriberGrpcTransport
@@ -57,23 +57,23 @@ def client_of(host: str) -> Any:
 
 def bare(
     requests: Requests, host: str, subscriptions: Sequence[str], messages: int, threads: int
-) -> dict[str, Took]:
-    """One subscription is drained in a loop; another first pulled, then acknowledged."""
+) -> dict[str, Measurement]:
+    """Drains one subscription in a loop; pulls all of another one, then acknowledges."""
     client = client_of(host)
     pulled: list[list[str]] = []
 
     def pull(subscription: str) -> list[str]:
-        answer = client.pull(
+        response = client.pull(
             request={"subscription": subscription, "max_messages": MOST_MESSAGES}, timeout=5
         )
-        result = [(message.ack_id, message.message.data) for message in answer.received_messages]
+        result = [(message.ack_id, message.message.data) for message in response.received_messages]
         return [ack_id for ack_id, _ in result]
 
     def acknowledge(subscription: str, ack_ids: Sequence[str]) -> None:
         client.acknowledge(request={"subscription": subscription, "ack_ids": ack_ids})
 
-    def each_thread(work: Callable[[], int]) -> Took:
-        """In every thread again and again, until all has been seen."""
+    def run_in_threads(work: Callable[[], int]) -> Measurement:
+        """Repeats work in all threads until all messages are processed."""
         seen: list[int] = []
         done = threading.Event()
 
@@ -88,10 +88,10 @@ def bare(
             def run() -> None:
                 for _ in range(threads):
                     pool.submit(loop)
-                # Not for those whose pull finds nothing any more, which waits.
+                # Does not wait for threads whose pull blocks on an empty subscription.
                 done.wait()
 
-            return timed(requests, messages, run)
+            return measure_work(requests, messages, run)
 
     def drain() -> int:
         ack_ids = pull(subscriptions[0])
@@ -110,9 +110,9 @@ def bare(
             list(pool.map(lambda part: acknowledge(subscriptions[1], part), parts))
 
     return {
-        "ceiling": each_thread(drain),
-        "ceiling.pull": each_thread(gather),
-        "ceiling.acknowledge": timed(requests, messages, drop),
+        "ceiling": run_in_threads(drain),
+        "ceiling.pull": run_in_threads(gather),
+        "ceiling.acknowledge": measure_work(requests, messages, drop),
     }
 
 
@@ -127,8 +127,8 @@ def ours(
     threads: int,
     folder: str,
     runs: int,
-) -> dict[str, Took]:
-    """The stages of one or more runs that use Pub/Sub."""
+) -> dict[str, Measurement]:
+    """Measures the stages of runs over Pub/Sub."""
     options = {
         "subscription": subscriptions[0],
         "conn_id": None,
@@ -139,7 +139,7 @@ def ours(
 
 
 def main() -> None:
-    """Does what the command line names."""
+    """Runs the measurement that the command line names."""
     requests = Requests()
     requests.install()
     serve(requests, bare, ours)

@@ -1,12 +1,11 @@
-"""RabbitMQ: what a run gets of the broker's own speed.
+"""RabbitMQ: throughput compared with pika alone.
 
-``rabbitmq.ceiling`` is pika's ``SelectConnection`` alone: it consumes and acknowledges many at a
-time, and does nothing with a message.  The others are this package's whole stages, in processes of
-their own, and whole runs in a real Airflow, with Spark (``.connect``: on a warm Spark Connect
-server): persistent messages of 200 bytes, trivial callbacks, two batchers.  Tries are interleaved,
-so that what else the machine does falls on all of them; figures are medians, and so are the ratios,
-each to the ceiling of the same try.  ``.cpu`` is the client's processor time for a message,
-``.peak`` the largest process of a stage.
+``rabbitmq.ceiling`` is pika's ``SelectConnection`` alone: it consumes, discards, and acknowledges
+many messages at a time.  The others are the package's stages in separate processes, and whole runs
+in a real Airflow with Spark (``.connect``: on a running Spark Connect server): persistent messages
+of 200 bytes, trivial callbacks, two batchers.  Tries are interleaved, so that noise
+affects all; figures and ratios are medians, and each ratio is to the ceiling of the same try.  ``.cpu`` is the client's CPU time per message, ``.peak`` the memory
+of the largest process of a stage.
 """
 
 from __future__ import annotations
@@ -28,75 +27,73 @@ from scripts.local_airflow import LocalAirflow
 from scripts.spark_connect import ConnectServer
 from tests.benchmarks.figures import (
     Figures,
-    Took,
+    Measurement,
     airflow_for,
-    folder_of_its_own,
     measure,
     median,
     memory,
-    run_of,
-    tell,
+    print_measurement,
+    temporary_folder,
+    time_dag_run,
 )
-from tests.benchmarks.made_up import BODY
 from tests.benchmarks.stages import Stage, run_batches, run_stage
+from tests.benchmarks.synthetic import BODY
 from tests.rabbitmq_server import RabbitServer
 
 MESSAGES = 100_000
 SIZES = {"100k": 100_000, "1m": 1_000_000}
-PIPELINE = "tests.benchmarks.pipelines:OnRabbitMQ"
-#: The queue of the Dags.
+PIPELINE = "tests.benchmarks.pipelines:RabbitMQPipeline"
+#: The queue of the DAGs.
 QUEUE = "bench"
 #: The end of each Dag's name, and of its figures.
 VARIANTS = {"1": "", "2": ".producers_2", "connect": ".connect"}
 
 
 def bench_rabbitmq(sizes: dict[str, int] | None = None, tries: int = 5) -> Figures:
-    """All figures, against a server of its own."""
+    """Measures all figures with a new server."""
     sizes = SIZES if sizes is None else sizes
-    taken: dict[str, list[Took]] = {}
+    measurements: dict[str, list[Measurement]] = {}
     peaks: Figures = []
-    with folder_of_its_own() as folder, RabbitServer.start(folder / "broker") as server:
+    with temporary_folder() as folder, RabbitServer.start(folder / "broker") as server:
         for _ in range(tries):
-            for name, took in stages(server, MESSAGES):
-                tell(name, took)
-                taken.setdefault(name, []).append(took)
+            for name, measurement in stages(server, MESSAGES):
+                print_measurement(name, measurement)
+                measurements.setdefault(name, []).append(measurement)
         for label, size in sizes.items():
-            peaks += peaks_of(server, label, size)
+            peaks += measure_peaks(server, label, size)
         with airflow_with(server, folder) as airflow:
-            run_of_messages(
-                airflow, server, "1", MESSAGES
-            )  # a pipeline's first run finds no queues
+            run_of_messages(airflow, server, "1", MESSAGES)  # warm-up
             for _ in range(tries):
-                top = ceiling_of(server, MESSAGES)
-                tell("ceiling", top)
+                top = measure_ceiling(server, MESSAGES)
+                print_measurement("ceiling", top)
                 for label, size in sizes.items():
                     for dag, suffix in VARIANTS.items() if size == MESSAGES else (("1", ""),):
                         name = f"run.{label}{suffix}"
-                        took = run_of_messages(airflow, server, dag, size)
-                        tell(name, took)
-                        taken.setdefault(name, []).append(took)
-                        taken.setdefault(f"ceiling of {name}", []).append(top)
-    return [*figures(taken), *peaks]
+                        measurement = run_of_messages(airflow, server, dag, size)
+                        print_measurement(name, measurement)
+                        measurements.setdefault(name, []).append(measurement)
+                        measurements.setdefault(f"ceiling of {name}", []).append(top)
+    return [*figures(measurements), *peaks]
 
 
 # -- the ceiling -----------------------------------------------------------------------------------
 
 
 def fill(server: RabbitServer, queue: str, count: int) -> None:
-    """Puts messages into a queue, and waits until they are there."""
+    """Publishes messages to a queue and waits until they are ready."""
     server.declare(queue)
     server.fill(queue, repeat(BODY, count))
 
 
 def new_queue(server: RabbitServer, count: int) -> str:
-    """A queue of its own with so many messages."""
+    """Creates a queue with this number of messages."""
     name = f"bench-{uuid.uuid4().hex}"
     fill(server, name, count)
     return name
 
 
-def ceiling(url: str, queue: str, count: int) -> Took:
-    """Consume all with pika alone; in this process."""
+def ceiling(url: str, queue: str, count: int) -> Measurement:
+    """Consumes all messages with pika alone, in this process."""
     import pika
 
     got, began = 0, 0.0
@@ -125,39 +122,39 @@ def ceiling(url: str, queue: str, count: int) -> Took:
     )
     before = time.process_time()
     connection.ioloop.start()
-    return Took(count, time.perf_counter() - began, time.process_time() - before)
+    return Measurement(count, time.perf_counter() - began, time.process_time() - before)
 
 
-def ceiling_of(server: RabbitServer, count: int) -> Took:
-    """The ceiling, in a process of its own."""
+def measure_ceiling(server: RabbitServer, count: int) -> Measurement:
+    """Measures the ceiling in a separate process."""
     queue = new_queue(server, count)
-    return Took(*measure("rabbitmq", url=server.url, queue=queue, count=count))
+    return Measurement(*measure("rabbitmq", url=server.url, queue=queue, count=count))
 
 
 # -- the stages ------------------------------------------------------------------------------------
 
 
-def stages(server: RabbitServer, count: int) -> Iterator[tuple[str, Took]]:
-    """One try of every stage."""
-    yield "ceiling", ceiling_of(server, count)
-    with folder_of_its_own() as folder:
-        arguments = prepared(server, folder, count)
-        yield "process", took(count, run_stage("process", **arguments))
+def stages(server: RabbitServer, count: int) -> Iterator[tuple[str, Measurement]]:
+    """Measures every stage once."""
+    yield "ceiling", measure_ceiling(server, count)
+    with temporary_folder() as folder:
+        arguments = prepare_run(server, folder, count)
+        yield "process", to_measurement(count, run_stage("process", **arguments))
         run_batches(arguments)
-        yield "settle", took(count, run_stage("settle", **arguments))
-    with folder_of_its_own() as folder:
-        arguments = prepared(server, folder, count)
+        yield "settle", to_measurement(count, run_stage("settle", **arguments))
+    with temporary_folder() as folder:
+        arguments = prepare_run(server, folder, count)
         with ThreadPoolExecutor(2) as pool:
             half = {**arguments, "max_messages": count // 2}
             both = list(pool.map(lambda n: run_stage("process", index=n, **half), (0, 1)))
-        seconds = max(s.begun + s.seconds for s in both) - min(s.begun for s in both)
-        yield "process.producers_2", Took(count, seconds, sum(s.cpu for s in both))
+        seconds = max(s.started + s.seconds for s in both) - min(s.started for s in both)
+        yield "process.producers_2", Measurement(count, seconds, sum(s.cpu for s in both))
 
 
-def peaks_of(server: RabbitServer, label: str, size: int) -> Figures:
-    """The largest process of each stage; every stage must find every message."""
-    with folder_of_its_own() as folder:
-        arguments = prepared(server, folder, size)
+def measure_peaks(server: RabbitServer, label: str, size: int) -> Figures:
+    """Measures the peak memory of each stage, and checks that it received all messages."""
+    with temporary_folder() as folder:
+        arguments = prepare_run(server, folder, size)
         result = [memory(f"rabbitmq.{label}.process", run_stage("process", **arguments).peak)]
         plans, spark = run_batches(arguments)
         result.append(memory(f"rabbitmq.{label}.batch", max(plan.peak for plan in plans)))
@@ -168,7 +165,7 @@ def peaks_of(server: RabbitServer, label: str, size: int) -> Figures:
         return [*result, memory(f"rabbitmq.{label}.settle", settled.peak)]
 
 
-def prepared(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
+def prepare_run(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
     """Fills a run's queue, declares its own queues, and returns its stages' arguments."""
     from airflow_broadway.core.custody.producer import ProducerEnv
     from airflow_broadway.core.model.run_info import RunInfo
@@ -183,7 +180,7 @@ def prepared(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
     ref = {"class": PIPELINE, "options": {"producer": options}}
     pipeline = load_ref(ref, RunInfo())
     producer: Any = pipeline.producer
-    # Only the first run on a queue waits for its holding queue to be old enough.
+    # Only the first run on a queue waits until its holding queue is reliable.
     connection = ConnectionThread(address_for(producer, ProducerEnv(generation=uuid.uuid4().hex)))
     journal = QueueJournal(f"file://{folder}/staging/{pipeline.name}", queue)
     queues = StandingQueues(producer, journal)
@@ -194,9 +191,9 @@ def prepared(server: RabbitServer, folder: Path, count: int) -> dict[str, Any]:
     return {"folder": str(folder), "ref": ref}
 
 
-def took(count: int, stage: Stage) -> Took:
-    """Returns the cost of a stage for a number of messages."""
-    return Took(count, stage.seconds, stage.cpu)
+def to_measurement(count: int, stage: Stage) -> Measurement:
+    """Returns the measurement of a stage."""
+    return Measurement(count, stage.seconds, stage.cpu)
 
 
 # -- whole runs ------------------------------------------------------------------------------------
@@ -204,7 +201,7 @@ def took(count: int, stage: Stage) -> Took:
 
 @contextmanager
 def airflow_with(server: RabbitServer, folder: Path) -> Iterator[LocalAirflow]:
-    """A real Airflow whose connection leads to the server, and a Spark Connect server."""
+    """Starts a real Airflow with a connection to the server, and a Spark Connect server."""
     connect = ConnectServer(folder / "connect")
     airflow = airflow_for(folder, "bench_rabbitmq", server.connection())
     airflow.env["BENCH_CONNECT"] = connect.url
@@ -214,16 +211,18 @@ def airflow_with(server: RabbitServer, folder: Path) -> Iterator[LocalAirflow]:
         yield airflow
 
 
-def run_of_messages(airflow: LocalAirflow, server: RabbitServer, name: str, count: int) -> Took:
-    """One whole run of the Dag; its processor time is the scheduler's and all its tasks'."""
+def run_of_messages(
+    airflow: LocalAirflow, server: RabbitServer, name: str, count: int
+) -> Measurement:
+    """Measures a run of the DAG; the CPU time is that of the scheduler and all tasks."""
     fill(server, QUEUE, count)
     before = cpu_of(airflow)
-    seconds = run_of(airflow, f"bench_rabbitmq_{name}")
-    return Took(count, seconds, cpu_of(airflow) - before)
+    seconds = time_dag_run(airflow, f"bench_rabbitmq_{name}")
+    return Measurement(count, seconds, cpu_of(airflow) - before)
 
 
 def cpu_of(airflow: LocalAirflow) -> float:
-    """Seconds of processor time of the scheduler and what it has started, ended ones included."""
+    """Returns the CPU seconds of the scheduler and its child processes, including ended ones."""
     scheduler = psutil.Process(airflow.processes["scheduler"].pid)
     total = 0.0
     for process in (scheduler, *scheduler.children(recursive=True)):
@@ -238,20 +237,20 @@ def cpu_of(airflow: LocalAirflow) -> float:
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def figures(taken: dict[str, list[Took]]) -> Figures:
-    """Medians, and the ratios to the ceiling of the same try."""
+def figures(measurements: dict[str, list[Measurement]]) -> Figures:
+    """Returns medians, and ratios to the ceiling of the same try."""
     rows: Figures = []
-    for name, tries in taken.items():
+    for name, tries in measurements.items():
         if name.startswith("ceiling of "):
             continue
         ratios = []
         if name != "ceiling":
-            ceilings = taken.get(f"ceiling of {name}", taken["ceiling"])
+            ceilings = measurements.get(f"ceiling of {name}", measurements["ceiling"])
             ratios = [a.rate / b.rate for a, b in zip(tries, ceilings, strict=True)]
         name = f"rabbitmq.{name}"
         rates = [attempt.rate for attempt in tries]
         rows.append(median(name, rates, "msg/s", of="rabbitmq.ceiling", ratios=ratios))
-        cpu = [attempt.cpu_of_each for attempt in tries]
+        cpu = [attempt.cpu_per_message for attempt in tries]
         rows.append(median(f"{name}.cpu", cpu, "us/msg", digits=1))
     return rows
 

@@ -1,8 +1,8 @@
 """The cost of leased messages at a RabbitMQ: ``python -m tests.benchmarks.rabbitmq_leases``.
 
-A server of its own, one run that holds 100,000 messages of 200 bytes; memory as the broker says,
-disk as the file system does.  The source queue is a classic one, so that the folder ``quorum`` has
-nothing but the holding queue and that of dead letters.
+One run holds 100,000 messages of 200 bytes at a new server.  The broker reports its memory, the
+file system the disk space.  The source queue is a classic queue, so that the folder ``quorum``
+contains only the holding and dead-letter queues.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from tests.rabbitmq_server import RabbitServer
 
 MESSAGES, BYTES = 100_000, 200
-#: Seconds after which the broker's figures are of now; it takes them every five.
+#: Seconds to wait for the broker's statistics, which it collects every 5 s.
 FRESH = 11.0
 QUEUE = "measured"
 
 
 def main() -> None:
-    """Measure, and print a table as the guide has it."""
-    figures = measured()
+    """Measures and prints the table of the guide."""
+    figures = measure_memory_and_disk()
     out = sys.stdout.write
     out(f"{MESSAGES:,} messages of {BYTES} bytes, held by one run (MiB)\n\n")
     out("| | |\n|---|---|\n")
@@ -38,9 +38,9 @@ def main() -> None:
         out(f"| {name} | {figure} |\n")
 
 
-def measured() -> dict[str, str]:
-    """Figures by name, in MiB where they are sizes."""
-    with tempfile.TemporaryDirectory(prefix="broadway-leases-") as folder, own_server() as server:
+def measure_memory_and_disk() -> dict[str, str]:
+    """Returns the figures by name; sizes in MiB."""
+    with tempfile.TemporaryDirectory(prefix="broadway-leases-") as folder, start_server() as server:
         time.sleep(FRESH)
         before, disk = memory(server), size(server.folder / "data")
         server.declare(QUEUE)
@@ -50,9 +50,9 @@ def measured() -> dict[str, str]:
         producer = RabbitMQProducer(queue=QUEUE, uri=server.uri, on_failure="retry")
         env = ProducerEnv(generation="g1", staging=f"file://{folder}")
         source = producer.source(env)
-        taken = 0
-        while taken < MESSAGES:
-            taken += len(source.secure(source.receive(2_000, timeout=10.0)))
+        measurements = 0
+        while measurements < MESSAGES:
+            measurements += len(source.secure(source.receive(2_000, timeout=10.0)))
         lease = source.lease
         time.sleep(FRESH)
         queue = server.manage("GET", f"queues/%2F/{lease.state['lease_queue']}")
@@ -78,7 +78,7 @@ def measured() -> dict[str, str]:
 
 
 @contextmanager
-def own_server() -> Iterator[RabbitServer]:
+def start_server() -> Iterator[RabbitServer]:
     folder = Path(tempfile.mkdtemp(prefix="broadway-rabbitmq-"))
     server = RabbitServer(folder)
     server.run()
@@ -90,13 +90,13 @@ def own_server() -> Iterator[RabbitServer]:
 
 
 def memory(server: RabbitServer) -> int:
-    """Bytes that the broker's operating system process holds, as the broker counts them."""
+    """Returns the memory of the broker's process in bytes, as reported by the broker."""
     [node] = server.manage("GET", "nodes")
     return int(node["mem_used"])
 
 
 def size(folder: Path, part: str = "") -> int:
-    """Bytes of disk that the files below a folder take."""
+    """Returns the disk space of the files below a folder in bytes."""
     return sum(
         file.stat().st_blocks * 512
         for file in folder.rglob("*")

@@ -1,6 +1,4 @@
-"""The common figures of SQS and Pub/Sub: a process stage, and the settlement of all
-that it received, over a broker of receipts.
-"""
+"""The common benchmarks of SQS and Pub/Sub: a process stage and its settlement."""
 
 from __future__ import annotations
 
@@ -11,17 +9,17 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from tests.benchmarks.figures import Figures, Took, measure, median
+from tests.benchmarks.figures import Figures, Measurement, measure, median
 
 
-class Counted(Protocol):
+class RequestCounter(Protocol):
     """Counts the requests of this process's clients."""
 
     count: int
 
 
 def stages(
-    requests: Counted,
+    requests: RequestCounter,
     pipeline_class: str,
     producer: Mapping[str, Any],
     folder: str,
@@ -29,12 +27,12 @@ def stages(
     *,
     runs: int = 1,
     **env_of: Any,
-) -> dict[str, Took]:
-    """The stages of a run that use the broker.
+) -> dict[str, Measurement]:
+    """Measures the stages of runs over a broker.
 
     :param producer: The producer's options.
-    :param runs: In so many runs, of as many messages each; one is settled before the next begins.
-    :param env_of: The producer's environment, in addition to that of every run.
+    :param runs: The number of sequential runs, with the same number of messages each.
+    :param env_of: Returns additional fields of the producer's environment.
     """
     import pyarrow.parquet
 
@@ -63,7 +61,7 @@ def stages(
             **env_of,
         )
 
-    def one_run(run_id: str) -> dict[str, Took]:
+    def one_run(run_id: str) -> dict[str, Measurement]:
         run = StagedRun(store, pipeline=pipeline.name, dag_id="bench", run_id=run_id)
         env = env_for(run_id)
         results: dict[str, Any] = {}
@@ -74,54 +72,53 @@ def stages(
 
         def settle() -> None:
             [record] = run.generations()
-            # As another process: nothing is left of what this one held in memory.
+            # With new objects, as in another process.
             custodian = pipeline.producer.custodian(env)
             report = custodian.settle(run.lease(record), Settlement(rest=ACK, expected=item))
             custodian.close()
             if report.acked != item:
                 raise RuntimeError(f"settled {report}")
 
-        took = {"process": timed(requests, item, process)}
+        measurement = {"process": measure_work(requests, item, process)}
         if results["received"] != item:
             raise RuntimeError(f"received {results['received']} of {item}")
-        return {**took, "settle": timed(requests, item, settle)}
+        return {**measurement, "settle": measure_work(requests, item, settle)}
 
-    # What is loaded lazily is loaded before the clock starts, as it is of the other; so is pandas,
-    # by the first array of a process.
+    # Loads lazy imports before the measurement, including pandas, which the first array imports.
     pipeline.producer.source(env_for("warm")).close()
     pyarrow.array([""])
     first, *others = [one_run(f"run-{number}") for number in range(runs)]
     for more in others:
-        first = {name: joined(took, more[name]) for name, took in first.items()}
+        first = {name: add_runs(measurement, more[name]) for name, measurement in first.items()}
     return first
 
 
-def timed(requests: Counted, messages: int, work: Callable[[], None]) -> Took:
-    """Measures some work."""
-    sent, cpu, begun = requests.count, time.process_time(), time.perf_counter()
+def measure_work(requests: RequestCounter, messages: int, work: Callable[[], None]) -> Measurement:
+    """Measures a function."""
+    sent, cpu, started = requests.count, time.process_time(), time.perf_counter()
     work()
-    seconds, used = time.perf_counter() - begun, time.process_time() - cpu
-    return Took(messages, seconds, used, requests.count - sent)
+    seconds, used = time.perf_counter() - started, time.process_time() - cpu
+    return Measurement(messages, seconds, used, requests.count - sent)
 
 
-def apart(module: str, name: str, **given: Any) -> dict[str, Took]:
-    """Measures a worker's stage in a process of its own."""
-    return {key: Took(*value) for key, value in measure(module, name, **given).items()}
+def measure_separately(module: str, name: str, **given: Any) -> dict[str, Measurement]:
+    """Measures a worker's stages in a separate process."""
+    return {key: Measurement(*value) for key, value in measure(module, name, **given).items()}
 
 
-def with_run(took: Mapping[str, Took]) -> dict[str, Took]:
-    """Figures of both stages together, next to each stage's own."""
-    return {**took, "run": added(took["process"], took["settle"])}
+def add_totals(measurement: Mapping[str, Measurement]) -> dict[str, Measurement]:
+    """Returns the measurements of both stages and of their sum."""
+    return {**measurement, "run": add_stages(measurement["process"], measurement["settle"])}
 
 
-def added(one: Took, two: Took) -> Took:
-    """One thing after the other, with the same messages."""
-    return joined(one, two)._replace(messages=one.messages)
+def add_stages(one: Measurement, two: Measurement) -> Measurement:
+    """Adds the measurements of two stages of the same messages."""
+    return add_runs(one, two)._replace(messages=one.messages)
 
 
-def joined(one: Took, two: Took) -> Took:
-    """One thing after the other, with other messages."""
-    return Took(
+def add_runs(one: Measurement, two: Measurement) -> Measurement:
+    """Adds the measurements of two runs of different messages."""
+    return Measurement(
         one.messages + two.messages,
         one.seconds + two.seconds,
         one.cpu + two.cpu,
@@ -129,13 +126,15 @@ def joined(one: Took, two: Took) -> Took:
     )
 
 
-def rates(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str]) -> Figures:
-    """Messages a second, and how much of the bare client's that is, in the same try.
+def rates(
+    part: str, measurements: Mapping[str, list[Measurement]], of: Mapping[str, str]
+) -> Figures:
+    """Returns messages per second, and the ratios to the bare client in the same try.
 
-    :param of: What is compared with what.
+    :param of: The names of the compared figures.
     """
     figures: Figures = []
-    for name, tries, bare in _compared(taken, of):
+    for name, tries, bare in _compare(measurements, of):
         ratios = [one.rate / other.rate for one, other in zip(tries, bare, strict=False)]
         rates_ = [attempt.rate for attempt in tries]
         other = f"{part}.{of.get(name, '')}"
@@ -143,15 +142,17 @@ def rates(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str]) -> 
     return figures
 
 
-def processor(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str]) -> Figures:
-    """The client's processor time for a message, and how much of it the bare client takes too.
+def processor(
+    part: str, measurements: Mapping[str, list[Measurement]], of: Mapping[str, str]
+) -> Figures:
+    """Returns the client's CPU time per message, and the share of the bare client.
 
-    :param of: What is compared with what.
+    :param of: The names of the compared figures.
     """
     figures: Figures = []
-    for name, tries, bare in _compared(taken, of):
+    for name, tries, bare in _compare(measurements, of):
         ratios = [other.cpu / one.cpu for one, other in zip(tries, bare, strict=False)]
-        seconds = [attempt.cpu_of_each for attempt in tries]
+        seconds = [attempt.cpu_per_message for attempt in tries]
         other = f"{part}.{of.get(name, '')}.cpu"
         figures.append(
             median(f"{part}.{name}.cpu", seconds, "us/msg", digits=1, of=other, ratios=ratios)
@@ -159,24 +160,26 @@ def processor(part: str, taken: Mapping[str, list[Took]], of: Mapping[str, str])
     return figures
 
 
-def _compared(
-    taken: Mapping[str, list[Took]], of: Mapping[str, str]
-) -> Iterator[tuple[str, list[Took], list[Took]]]:
-    """Each thing with its tries, and those of what it is compared with."""
-    for name, tries in taken.items():
-        yield name, tries, taken[of[name]] if name in of else []
+def _compare(
+    measurements: Mapping[str, list[Measurement]], of: Mapping[str, str]
+) -> Iterator[tuple[str, list[Measurement], list[Measurement]]]:
+    """Yields each figure with its tries and those of the compared figure."""
+    for name, tries in measurements.items():
+        yield name, tries, measurements[of[name]] if name in of else []
 
 
 def serve(
-    requests: Counted, bare: Callable[..., dict[str, Took]], ours: Callable[..., dict[str, Took]]
+    requests: RequestCounter,
+    bare: Callable[..., dict[str, Measurement]],
+    ours: Callable[..., dict[str, Measurement]],
 ) -> None:
-    """Does what the command line of a worker names, and prints what it took."""
+    """Runs the measurement that a worker's command line names, and prints the result."""
     work = {"bare": bare, "ours": ours}[sys.argv[1]]
     print(json.dumps(work(requests, **json.loads(sys.argv[2]))))
 
 
-def requests_of(name: str, tries: list[Took]) -> dict[str, Any]:
-    """Requests for a message, from its receipt to its end."""
+def requests_of(name: str, tries: list[Measurement]) -> dict[str, Any]:
+    """Returns the number of requests per message, from receipt to settlement."""
     return median(
         name, [attempt.requests / attempt.messages for attempt in tries], "req/msg", digits=4
     )

@@ -1,7 +1,7 @@
-"""A sink's commit, next to a plain write of the same rows by the same client.
+"""A sink's commit, compared with a plain write of the same rows by the same client.
 
-``sink.<table>`` commits from Python, ``sink.spark.<table>`` ten times as many rows from Spark;
-``.plain`` appends to another table of the same kind.  A table grows by one commit a try.
+``sink.<table>`` commits from Python, ``sink.spark.<table>`` ten times as many rows from Spark.
+``.plain`` appends to another table of the same type.  A table grows by one commit per try.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from airflow_broadway.core.model.sink import SinkClient
 from airflow_broadway.sinks import ParquetFolder
 from airflow_broadway.testing.sinks import SinkSubject, commit_of
 from tests import sink_subjects
-from tests.benchmarks.figures import Figures, folder_of_its_own, median
+from tests.benchmarks.figures import Figures, median, temporary_folder
 from tests.cluster.services import PostgreSQL
 from tests.unit.spark.session import TABLES, spark_session
 
-#: The rows of a commit.
+#: Rows per commit.
 ROWS = 200_000
 
 
 def bench_sinks(rows: int = ROWS, tries: int = 9) -> Figures:
-    """All figures, in seconds of a commit."""
+    """Measures all figures: seconds per commit."""
     table = pa.table(
         {"message_id": [f"{number:032x}" for number in range(rows)], "n": list(range(rows))}
     )
     figures: Figures = []
-    with folder_of_its_own() as folder, _postgresql(folder) as address:
+    with temporary_folder() as folder, _postgresql(folder) as address:
         lake = sink_subjects.iceberg_database(folder / "lake", *address)
         parquet = ParquetFolder(path=str(folder / "parquet"))
         for name, subject, write in (
@@ -44,23 +44,23 @@ def bench_sinks(rows: int = ROWS, tries: int = 9) -> Figures:
             ("postgres", sink_subjects.postgres(*address), _postgres(address)),
         ):
             with closing(subject.open()) as client:
-                figures += _compared(f"sink.{name}", client, write, table, tries)
+                figures += _compare(f"sink.{name}", client, write, table, tries)
         if TABLES:
             figures += _on_spark(folder, address, 10 * rows, max(1, tries // 2))
     return figures
 
 
-def _compared(
+def _compare(
     name: str, client: SinkClient, write: Callable[[Any], object], rows: Any, tries: int
 ) -> Figures:
-    """The commit and the plain write in turn, so that what else the machine does falls on both."""
+    """Measures commits and plain writes alternately, so that noise affects both."""
     pairs = []
     for number in range(tries + 1):
         commit = commit_of(f"b{number}.0")
         pairs.append(
             (_seconds(lambda: write(rows)), _seconds(lambda c=commit: client.commit(rows, c)))  # type: ignore[misc]
         )
-    del pairs[0]  # it opens and loads
+    del pairs[0]  # warm-up
     plain, committed = zip(*pairs, strict=True)
     return [
         median(f"{name}.plain", plain, "s", digits=3),
@@ -97,7 +97,7 @@ def _on_spark(folder: Path, address: tuple[str, int], count: int, tries: int) ->
         ("postgres", sink_subjects.postgres(host, port), write_postgres),
     ):
         with closing(subject.sink.open_spark(spark, subject.env)) as client:
-            figures += _compared(f"sink.spark.{name}", client, write, rows, tries)
+            figures += _compare(f"sink.spark.{name}", client, write, rows, tries)
     return figures
 
 
@@ -151,6 +151,6 @@ def _postgresql(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def _seconds(do: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+    started = time.perf_counter()
     do()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""The costs of a batch in a running session, next to those of Spark itself for the same."""
+"""The cost of a batch in a running session, compared with Spark alone."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 from tests.unit.spark.session import spark_session
 
-#: Batches of one measurement, and messages in each.
+#: Batches per measurement, and messages per batch.
 BATCHES, MESSAGES = 20, 1_000
 
 
 def bench_spark() -> list[dict[str, Any]]:
-    """Milliseconds per batch, best of two."""
+    """Measures milliseconds per batch, best of two."""
     spark = spark_session()
     with tempfile.TemporaryDirectory(prefix="bench-spark-") as name:
         folder = Path(name)
@@ -72,16 +72,16 @@ def _milliseconds(step: Callable[[], object]) -> float:
 
 
 def _batches(folder: Path, callback: Callable[[Any, BatchInfo], Any]) -> float:
-    """Milliseconds per batch through the whole of an application, without its session's start."""
+    """Returns milliseconds per batch of an application, without the start of its session."""
     Counting.callback = staticmethod(callback)
     spark = spark_session()
     best = float("inf")
     for turn in range(2):
         staged = Staged(folder / str(turn))
         work = staged.work(Counting, staged.plan("default", _planned()))
-        begun = time.perf_counter()
+        started = time.perf_counter()
         _check(run_work(ClassicSessions(spark), staged.uri, staged.files, work))
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, time.perf_counter() - started)
     return best / BATCHES
 
 
@@ -91,6 +91,6 @@ def _check(code: int) -> None:
 
 
 def _timed(work: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+    started = time.perf_counter()
     work()
-    return 1000 * (time.perf_counter() - begun)
+    return 1000 * (time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""The embedded queue's messages per second."""
+"""The throughput of the embedded queue."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from airflow_broadway.core.custody.protocol import Settlement
 from airflow_broadway.core.custody.verdicts import ACK
 from airflow_broadway.producers.sqlite import SqliteQueue
 
-#: Bytes of a body: about those of one flight as JSON.
+#: Bytes per body: about the size of a flight as JSON.
 SIZE = 300
-#: Messages of one call of ``send`` and of ``receive``.
+#: Messages per call of ``send`` and ``receive``.
 PORTION = 5_000
-#: What the queue promises on two cores, in messages a second.
+#: Documented throughput on two cores in messages per second.
 TARGETS = {"sqlite.send": 100_000, "sqlite.receive_settle": 50_000}
 
 
 def bench_sqlite(messages: int = 100_000) -> list[dict[str, Any]]:
-    """Messages a second of sending, of receiving, and of receiving and settling all."""
+    """Measures messages per second of sending, receiving, and receiving and settling."""
     with tempfile.TemporaryDirectory() as folder:
         queue = SqliteQueue(Path(folder) / "bench.db", "bench")
         body = b"x" * SIZE

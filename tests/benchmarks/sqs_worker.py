@@ -1,8 +1,8 @@
-"""One try of the SQS figures, in a process of its own: prints what it took as JSON.
+"""Measures the SQS stages once, in a separate process; prints the result as JSON.
 
-``bare`` is boto3 alone: threads that receive ten and delete ten; ``ours`` a process stage, and the
-settlement of all that it received.  Both against an endpoint, or against a stub inside botocore,
-which answers before anything is sent: what is left is the client's own processor time.
+``bare`` is boto3 alone: threads that receive and delete ten messages at a time.  ``ours`` is a
+process stage and its settlement.  Both use an endpoint, or a stub inside botocore that responds
+without sending, to measure the client's own CPU time.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
 
-from tests.benchmarks.figures import Took
-from tests.benchmarks.receipt_stages import serve, stages, timed
+from tests.benchmarks.figures import Measurement
+from tests.benchmarks.receipt_stages import measure_work, serve, stages
 from tests.sqs_server import KEY, REGION, Connections
 
-PIPELINE = "tests.benchmarks.pipelines:OnSqs"
+PIPELINE = "tests.benchmarks.pipelines:SqsPipeline"
 BODY = "x" * 200
-#: The endpoint of the stub: no server listens there, nor has to.
+#: The endpoint of the stub; no server listens there.
 NOWHERE = "http://127.0.0.1:9"
 
 
 class Requests:
-    """Counts requests; as a stub answers them too.
+    """Counts requests; as a stub, also responds to them.
 
-    :param messages: How many messages the stub's queue has; ``None`` sends requests on.
+    :param messages: The number of messages of the stub's queue; ``None`` sends requests.
     """
 
     def __init__(self, messages: int | None) -> None:
@@ -40,7 +40,7 @@ class Requests:
         self._answers = list(_receives(messages or 0))
 
     def install(self) -> None:
-        """See what every client of this process sends from now on."""
+        """Intercepts the requests of all clients from now on."""
         from botocore import handlers
 
         handlers.BUILTIN_HANDLERS.append(("before-send.sqs", self))
@@ -48,22 +48,22 @@ class Requests:
     def __call__(self, request: Any, event_name: str, **_: Any) -> Any:
         with self._lock:
             self.count += 1
-        return self._answer(request, event_name) if self._stub else None
+        return self._respond(request, event_name) if self._stub else None
 
-    def _answer(self, request: Any, event_name: str) -> Any:
+    def _respond(self, request: Any, event_name: str) -> Any:
         from botocore.awsrequest import AWSResponse
 
         action = event_name.rpartition(".")[2]
         if action == "ReceiveMessage":
             with self._lock:
-                answer = self._answers.pop() if self._answers else b"{}"
+                response = self._answers.pop() if self._answers else b"{}"
         elif action == "DeleteMessageBatch":
-            answer = _DELETED[len(json.loads(request.body)["Entries"])]
+            response = _DELETED[len(json.loads(request.body)["Entries"])]
         elif action == "GetQueueUrl":
-            answer = json.dumps({"QueueUrl": f"{NOWHERE}/1/bench"}).encode()
+            response = json.dumps({"QueueUrl": f"{NOWHERE}/1/bench"}).encode()
         else:
-            answer = b'{"Attributes": {}}'
-        return AWSResponse(request.url, 200, _HEADERS, _Raw(answer))
+            response = b'{"Attributes": {}}'
+        return AWSResponse(request.url, 200, _HEADERS, _Raw(response))
 
 
 class _Raw(BytesIO):
@@ -79,7 +79,7 @@ _DELETED = [
 
 
 def _receives(messages: int) -> Iterator[bytes]:
-    """Answers of ten messages each, as long as SQS's own."""
+    """Yields responses of ten messages each, with the size of SQS's responses."""
     for _ in range(0, messages, 10):
         report = [
             {
@@ -99,8 +99,8 @@ def _receives(messages: int) -> Iterator[bytes]:
 
 def bare(
     requests: Requests, endpoint: str, queues: list[str], count: int, threads: int
-) -> dict[str, Took]:
-    """One queue is drained in a loop; another first received, then deleted."""
+) -> dict[str, Measurement]:
+    """Drains one queue in a loop; receives all messages of another one, then deletes them."""
     import boto3
     from botocore.config import Config
 
@@ -123,12 +123,12 @@ def bare(
         return [message["ReceiptHandle"] for message in result.get("Messages", ())]
 
     def delete(url: str, handles: list[str]) -> None:
-        answer = client.delete_message_batch(
+        response = client.delete_message_batch(
             QueueUrl=url,
             Entries=[{"Id": str(n), "ReceiptHandle": item} for n, item in enumerate(handles)],
         )
-        if answer.get("Failed"):
-            raise RuntimeError(f"not deleted: {answer['Failed']}")
+        if response.get("Failed"):
+            raise RuntimeError(f"not deleted: {response['Failed']}")
 
     def loop(_: int) -> None:
         delete(queues[0], receive(queues[0]))
@@ -150,9 +150,9 @@ def bare(
             return work_all
 
         took = {
-            "ceiling": timed(requests, count, run(loop, turns)),
-            "ceiling.receive": timed(requests, count, run(gather, turns)),
-            "ceiling.delete": timed(requests, count, run(drop, receipts)),
+            "ceiling": measure_work(requests, count, run(loop, turns)),
+            "ceiling.receive": measure_work(requests, count, run(gather, turns)),
+            "ceiling.delete": measure_work(requests, count, run(drop, receipts)),
         }
     if sum(map(len, receipts)) != count:
         raise RuntimeError(f"received {sum(map(len, receipts))} of {count}")
@@ -164,8 +164,8 @@ def bare(
 
 def ours(
     requests: Requests, endpoint: str, queues: list[str], count: int, threads: int, folder: str
-) -> dict[str, Took]:
-    """The stages of a run that use SQS."""
+) -> dict[str, Measurement]:
+    """Measures the stages of a run over SQS."""
     import boto3  # noqa: F401 - loaded before the clock starts, as all that is loaded lazily
 
     options = {
@@ -178,7 +178,7 @@ def ours(
 
 
 def main() -> None:
-    """Does what the command line names."""
+    """Runs the measurement that the command line names."""
     arguments = json.loads(sys.argv[2])
     stub = arguments["endpoint"] == NOWHERE
     total = arguments["count"] * (2 if sys.argv[1] == "bare" else 1)

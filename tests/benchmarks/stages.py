@@ -1,4 +1,4 @@
-"""One stage of a run, alone, in a process of its own: prints its time and peak memory as JSON.
+"""Runs one stage of a run in a separate process; prints its time and peak memory as JSON.
 
 ``python -m tests.benchmarks.stages STAGE '{"folder": …}'``; :func:`run_stage` calls it.
 """
@@ -26,23 +26,23 @@ RUN = {"dag_id": "bench", "run_id": "bench"}
 
 
 class Stage(NamedTuple):
-    """The cost of one stage.
+    """The measured cost of one stage.
 
-    :param seconds: Of the work, without the start of the interpreter.
-    :param peak: Bytes: the largest resident size of any process of it.
-    :param cpu: Seconds of processor time of the work, that of its own processes included.
-    :param begun: When the work began, by the clock that all processes of a machine share.
+    :param seconds: The duration without the start of the interpreter.
+    :param peak: The peak resident size of its largest process in bytes.
+    :param cpu: CPU seconds, including child processes.
+    :param started: The start of the work on the monotonic clock, which all processes share.
     """
 
     seconds: float
     peak: int
     result: Any
     cpu: float
-    begun: float
+    started: float
 
 
 def run_stage(name: str, **given: Any) -> Stage:
-    """Runs a stage in a process of its own."""
+    """Runs a stage in a separate process."""
     from tests.benchmarks.figures import measure  # loads Airflow's client, which stages do not need
 
     return Stage(**measure("stages", name, **given))
@@ -54,13 +54,13 @@ def run_batches(given: dict[str, Any]) -> tuple[list[Stage], Stage]:
     return plans, run_stage("spark", plans=[plan.result["plan"] for plan in plans], **given)
 
 
-def run_made_up(count: int) -> Stage:
-    """The process stage on messages from nowhere."""
-    from tests.benchmarks.figures import folder_of_its_own
+def run_synthetic(count: int) -> Stage:
+    """Runs the process stage with synthetic messages."""
+    from tests.benchmarks.figures import temporary_folder
 
     options = {"producer": {"messages": count}}
-    ref = {"class": "tests.benchmarks.made_up:OnNothing", "options": options}
-    with folder_of_its_own() as folder:
+    ref = {"class": "tests.benchmarks.synthetic:SyntheticPipeline", "options": options}
+    with temporary_folder() as folder:
         return run_stage("process", max_messages=count, folder=str(folder), ref=ref)
 
 
@@ -94,7 +94,7 @@ def _process(
         clock=SystemClock(),
         staging=f"{run.store.uri}/{pipeline.name}",
     )
-    # What is loaded lazily is loaded before the clock starts; pandas is by the first array.
+    # Loads lazy imports before the measurement, including pandas, which the first array imports.
     pipeline.producer.custodian(env).close()
     pyarrow.array([""])
     return lambda: Process(run, pipeline, env=env, budget=Budget(max_messages=max_messages)).run()
@@ -177,19 +177,19 @@ def main() -> None:
     """Runs the stage that the command line names."""
     name, text = sys.argv[1:]
     work = STAGES[name](**json.loads(text))
-    before, begun = _cpu(), time.monotonic()
+    before, started = _cpu(), time.monotonic()
     result = work()
-    seconds, cpu = time.monotonic() - begun, _cpu() - before
+    seconds, cpu = time.monotonic() - started, _cpu() - before
     peak = max(
         resource.getrusage(who).ru_maxrss
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
     peak *= 1 if sys.platform == "darwin" else 1024
-    print(json.dumps(Stage(seconds, peak, result, cpu, begun)._asdict()))
+    print(json.dumps(Stage(seconds, peak, result, cpu, started)._asdict()))
 
 
 def _cpu() -> float:
-    """Seconds of processor time so far, that of processes that have ended included."""
+    """Returns the CPU seconds so far, including ended child processes."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

@@ -1,4 +1,4 @@
-"""The cost of staging: rows of ten columns on this machine's disk, in one process."""
+"""The cost of staging rows of ten columns on a local disk, in one process."""
 
 from __future__ import annotations
 
@@ -63,22 +63,22 @@ def _chunk(start: int, keys: int) -> list[Message]:
 
 
 def _stage(run: StagedRun, pipeline: Broadway, keys: int) -> tuple[str, float, float]:
-    """Stages the messages; the generation, and the seconds of converting and of writing them."""
+    """Stages messages; returns the generation, and the seconds of converting and writing."""
     generation = open_generation(run).generation
     rows = RowConverter(pipeline)
     converting = writing = 0.0
     with ProcessWriter(run, generation, pipeline) as writer:
         for start in range(0, MESSAGES, CHUNK):
             chunk = _chunk(start, keys)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             result = [rows(message) for message in chunk]
             middle = time.perf_counter()
             writer.messages(result)
-            converting += middle - begun
+            converting += middle - started
             writing += time.perf_counter() - middle
-        begun = time.perf_counter()
+        started = time.perf_counter()
         written = writer.close()
-        writing += time.perf_counter() - begun
+        writing += time.perf_counter() - started
     made_of: dict[str, Any] = {"batchers": written.batchers, "files": written.files}
     run.publish(manifest_of(run, generation, MESSAGES, **made_of))
     return generation, converting, writing
@@ -89,7 +89,7 @@ def _figure(name: str, seconds: float, **more: Any) -> dict[str, Any]:
 
 
 def _figures(root: Path) -> Iterator[dict[str, Any]]:
-    pa.array([1])  # where pandas is installed, Arrow imports it now
+    pa.array([1])  # imports pandas, if installed
     spark = pipeline_of(b=Batcher(schema=SCHEMA))
     merged = pipeline_of(b=Batcher(schema=SCHEMA, merge_keys=True))
     for keys in KEYS:
@@ -101,9 +101,9 @@ def _figures(root: Path) -> Iterator[dict[str, Any]]:
             yield _figure("staging.convert_and_write", converting + writing)
         plain = 0.0
         for pipeline, suffix in ((spark, ""), (merged, ".merged")):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             plan = plan_batches(run, pipeline, "b", [generation], try_label="1")
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - started
             name = f"staging.plan.{keys}_keys"
             more: dict[str, Any] = {"batches": plan.batches}
             if suffix:
@@ -116,14 +116,14 @@ def _figures(root: Path) -> Iterator[dict[str, Any]]:
     run = open_run(root, "python")
     generation, _, _ = _stage(run, python, 10)
     plan = plan_batches(run, python, "b", [generation], try_label="1")
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with BatchReader(run, plan) as reader:
         count = sum(len(reader.read(batch)) for batch in batches_of(run, plan))
     assert count == MESSAGES
-    yield _figure("staging.read", time.perf_counter() - begun, batches=plan.batches)
+    yield _figure("staging.read", time.perf_counter() - started, batches=plan.batches)
 
 
 def bench_staging() -> list[dict[str, Any]]:
-    """The figures of staging, for ``build/bench.json``."""
+    """Measures the figures of staging."""
     with tempfile.TemporaryDirectory() as folder:
         return list(_figures(Path(folder)))

@@ -1,8 +1,8 @@
-"""The pages in Airflow's UI: how long that of a run takes, ten million messages in 10,000 batches.
+"""The run page in Airflow's UI for ten million messages in 10,000 batches.
 
-``view.settled`` are the facts of the page of a run with its report, ``view.open`` those of one that
-has all its outcomes and no report yet, ``view.sorted`` a page of batches in order of their seconds,
-and ``view.page`` the settled run's page as HTML.
+``view.settled`` reads the data of the page of a settled run, ``view.open`` that of a run with all
+outcomes but without a report, ``view.sorted`` a page of batches sorted by duration.  ``view.page``
+renders the settled run's page as HTML.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from airflow_broadway.runs.reading.batches import page_of_batches
 from airflow_broadway.runs.reading.overview import overview_of
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
-from tests.benchmarks.figures import Figures, folder_of_its_own, took
+from tests.benchmarks.figures import Figures, duration, temporary_folder
 from tests.unit.plugin.site import mounted
 from tests.unit.runs.reading.big_run import big_run, settle
 
 
 def bench_view(batches: int = 10_000, tries: int = 5) -> Figures:
-    """All figures; the first try of each is not counted."""
+    """Measures all figures, without the first try of each."""
     import pytest
 
-    with folder_of_its_own() as folder, pytest.MonkeyPatch.context() as patch:
+    with temporary_folder() as folder, pytest.MonkeyPatch.context() as patch:
         run = big_run(folder, batches=batches, settled=False)
         unsettled = _tries(tries, lambda: _facts(run))
         by_outcome = _tries(tries, lambda: page_of_batches(run, sort="seconds"))
@@ -33,10 +33,10 @@ def bench_view(batches: int = 10_000, tries: int = 5) -> Figures:
             browser = site.browser("VIEWER")
             page = _tries(tries, lambda: browser.get("/broadway/dags/sums/runs/manual__1"))
         return [
-            took("view.settled", settled),
-            took("view.open", unsettled),
-            took("view.sorted", by_outcome),
-            took("view.page", page),
+            duration("view.settled", settled),
+            duration("view.open", unsettled),
+            duration("view.sorted", by_outcome),
+            duration("view.page", page),
         ]
 
 
@@ -47,9 +47,9 @@ def _facts(run: StagedRun) -> None:
 
 
 def _tries(tries: int, work: Callable[[], object]) -> list[float]:
-    found = []
+    seconds = []
     for _ in range(tries + 1):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         work()
-        found.append(time.perf_counter() - begun)
-    return found[1:]
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]

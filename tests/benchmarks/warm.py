@@ -1,14 +1,13 @@
-"""Seconds from a message sent to its row and its acknowledgement, without a JVM, started by events.
+"""Latency from sending a message to its row and its acknowledgement; runs are started by events.
 
-A real scheduler and triggerer of Airflow.  Row and queue are looked at from outside, every 20 ms.
+Uses a real scheduler and triggerer, without a JVM, and polls the table and the queue every 20 ms.
 ``warm.<shape>.<queue>.<table>`` are seconds since the message was sent, ``…to.<mark>`` the parts
-between one mark and the next: the backlog's ``event`` stored, run ``queued`` and
-``running``, each task ``….queued`` and ``….started``, ``handled`` by the callback, ``row`` visible,
-``acked``.
-The first runs of a DAG are discarded: they find no queue, and no trigger yet.
+between successive marks: the backlog's ``event`` stored, run ``queued`` and ``running``, each task
+``….queued`` and ``….started``, ``handled`` by the callback, ``row`` visible, ``acked``.
+The first runs of a DAG are discarded, because its queue and trigger are new.
 
-``….<task>.modules`` and ``….<task>.cpu`` are of a task's process at its end, less those of a task
-that does nothing; ``….requests`` are those of a run to Airflow's execution API.
+``….<task>.modules`` and ``….<task>.cpu`` are those of a task's process at its end, minus those of a
+trivial task; ``….requests`` are a run's requests to Airflow's execution API.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from airflow_broadway.producers.sqlite import SqliteQueue
 from scripts.airflow_env import airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
 from scripts.spark_connect import ConnectServer
-from tests.benchmarks.figures import Figures, folder_of_its_own, median
+from tests.benchmarks.figures import Figures, median, temporary_folder
 from tests.rabbitmq_server import RabbitServer
 
-#: Shape, queue and table of each DAG that is measured.
+#: Shape, queue and table of each measured DAG.
 CASES = (
     ("run", "sqlite", "parquet"),
     ("run", "sqlite", "delta"),
@@ -44,24 +43,20 @@ CASES = (
     ("connect", "sqlite", "parquet"),
 )
 LIVE = (("run", "rabbitmq", "parquet"), ("staged", "rabbitmq", "parquet"))
-#: Messages per second of ``warm.live``, and messages of one call to send.
-RATE, AT_ONCE = 1_000, 50
-#: Runs whose figures are discarded.
+#: Messages per second of ``warm.live``, and messages per call of send.
+RATE, CHUNK = 1_000, 50
+#: Number of discarded warm-up runs.
 COLD = 2
-#: The tasks in order, of each shape.
+#: The tasks of each shape, in order.
 _STAGES = ("broadway.process", "broadway.batch.default")
-TASKS = {
-    "run": ("run",),
-    "staged": _STAGES,
-    "connect": (*_STAGES, "broadway.handle_batches"),
-}
+TASKS = {"run": ("run",), "staged": _STAGES, "connect": (*_STAGES, "broadway.handle_batches")}
 _DAGS = Path(__file__).parent / "warm_dags"
 
 
 def bench_warm(cases: Sequence[tuple[str, str, str]] = CASES, tries: int = 5) -> Figures:
-    """The figures of single messages."""
+    """Measures the latency of single messages."""
     figures: Figures = []
-    with _world() as world:
+    with _open_bench() as world:
         world.run_bare()
         for case in cases:
             with world.case(*case) as dag:
@@ -83,9 +78,9 @@ def bench_warm(cases: Sequence[tuple[str, str, str]] = CASES, tries: int = 5) ->
 
 
 def bench_live(seconds: float = 60.0) -> Figures:
-    """Seconds from sent to row under a load; every row is there once."""
+    """Measures the latency under a constant load, and checks that every row exists once."""
     figures: Figures = []
-    with _world() as world:
+    with _open_bench() as world:
         for case in LIVE:
             with world.case(*case) as dag:
                 dag.one(-1)
@@ -99,7 +94,7 @@ def bench_live(seconds: float = 60.0) -> Figures:
 
 
 class Rows:
-    """The committed rows of a table, as a reader finds them.
+    """Reads the newly committed rows of a table.
 
     :param folder: A ParquetFolder, or a Delta table.
     """
@@ -127,7 +122,7 @@ class Rows:
 
 
 class Case:
-    """One DAG, its queue and its table.
+    """A DAG with its queue and its table.
 
     :param send: Sends messages.
     :param depth: Returns the number of messages at the broker.
@@ -144,23 +139,23 @@ class Case:
     ) -> None:
         self._airflow, self._dag_id, self._tasks = airflow, dag_id, tasks
         self._rows, self._send, self._depth = rows, send, depth
-        #: Requests of each run to the execution API.
+        #: Number of requests to the execution API by run.
         self.requests: list[int] = []
 
     def one(self, number: int) -> dict[str, float]:
-        """Sends one message; returns its times, once its run has ended."""
+        """Sends one message and waits for its run; returns the times of the marks."""
         log = self._airflow.log_dir / "api-server.log"
-        begin = log.stat().st_size
+        start = log.stat().st_size
         marks = {"sent": time.time()}
         self._send([_body(number)])
-        [row] = _until(self._rows.new)
+        [row] = _poll(self._rows.new)
         marks["row"] = time.time()
         assert row["n"] == number, row
-        _until(lambda: not self._depth())
+        _poll(lambda: not self._depth())
         marks["acked"] = time.time()
         times = self._times_in_airflow()
         time.sleep(1.0)  # the last requests follow the state
-        self.requests.append(log.read_bytes()[begin:].count(b" path=/execution/"))
+        self.requests.append(log.read_bytes()[start:].count(b" path=/execution/"))
         return {**marks, "handled": row["handled"], **times}
 
     def _times_in_airflow(self) -> dict[str, float]:
@@ -188,7 +183,7 @@ class Case:
         return {name: datetime.fromisoformat(text).timestamp() for name, text in times.items()}
 
     def load(self, count: int) -> list[float]:
-        """Sends at a steady rate; returns the seconds of each message until its row was seen."""
+        """Sends at a constant rate; returns the seconds until each message's row was visible."""
         waited: dict[int, float] = {}
         sender = threading.Thread(target=self._feed, args=(count,), daemon=True)
         sender.start()
@@ -204,20 +199,20 @@ class Case:
         return list(waited.values())
 
     def _feed(self, count: int) -> None:
-        begun = time.monotonic()
-        for start in range(0, count, AT_ONCE):
-            time.sleep(max(0.0, begun + start / RATE - time.monotonic()))
-            self._send([_body(number) for number in range(start, min(start + AT_ONCE, count))])
+        started = time.monotonic()
+        for start in range(0, count, CHUNK):
+            time.sleep(max(0.0, started + start / RATE - time.monotonic()))
+            self._send([_body(number) for number in range(start, min(start + CHUNK, count))])
 
 
-class World:
-    """An Airflow, a broker of each kind, and tables."""
+class WarmBench:
+    """An Airflow, the brokers, and the tables of the benchmark."""
 
     def __init__(self, airflow: LocalAirflow, server: RabbitServer, folder: Path) -> None:
         self._airflow, self._server, self._folder = airflow, server, folder
 
     def processes(self, dag_id: str, name: str) -> Figures:
-        """The medians of the processes of a DAG's tasks, less those of a bare one."""
+        """Returns the medians of a DAG's task processes, minus those of a trivial task."""
         costs: dict[str, list[tuple[int, float]]] = {}
         for line in (self._folder / "tables" / "processes").read_text().splitlines():
             dag, task, modules, cpu = json.loads(line)
@@ -234,7 +229,7 @@ class World:
         return figures
 
     def run_bare(self, times: int = 3) -> None:
-        """Runs the DAG that does nothing."""
+        """Runs the trivial DAG."""
         self._airflow.wait_for_dag("bare")
         self._airflow.pause("bare", False)
         for _ in range(times):
@@ -243,7 +238,7 @@ class World:
 
     @contextmanager
     def case(self, shape: str, queue: str, table: str) -> Iterator[Case]:
-        """Unpauses a DAG while it is measured."""
+        """Unpauses a DAG during its measurement."""
         name = f"{shape}_{queue}_{table}"
         folder = self._folder / "tables" / name
         if table == "delta":
@@ -278,15 +273,15 @@ class World:
                     channel.basic_publish("", name, body, durable)
 
         def depth() -> int:
-            # No message is in two places once its row is committed: here, or in a holding queue.
+            # A message is either in this queue or in a holding queue.
             return self._server.count(name, *self._server.queue_names(f"broadway.held.{name}."))
 
         yield send, depth
 
 
 @contextmanager
-def _world() -> Iterator[World]:
-    with folder_of_its_own() as folder, RabbitServer.start(folder / "broker") as server:
+def _open_bench() -> Iterator[WarmBench]:
+    with temporary_folder() as folder, RabbitServer.start(folder / "broker") as server:
         env = airflow_env(
             port=free_port(),
             home=folder / "airflow",
@@ -302,18 +297,18 @@ def _world() -> Iterator[World]:
         spark = {"conn_type": "spark_connect", "host": "127.0.0.1", "port": connect.port}
         env["AIRFLOW_CONN_WARM_CONNECT"] = json.dumps(spark)
         with connect, LocalAirflow(env, folder / "logs") as airflow:
-            yield World(airflow, server, folder)
+            yield WarmBench(airflow, server, folder)
 
 
 def _body(number: int) -> bytes:
     return json.dumps({"n": number, "sent": time.time()}).encode()
 
 
-def _until(look: Callable[[], Any]) -> Any:
-    """Looks every 20 ms until there is something; returns it."""
+def _poll(look: Callable[[], Any]) -> Any:
+    """Polls every 20 ms until the result is truthy; returns it."""
     deadline = time.monotonic() + 180.0
     while time.monotonic() < deadline:
-        if found := look():
-            return found
+        if result := look():
+            return result
         time.sleep(0.02)
     raise RuntimeError("nothing came in 180 s")

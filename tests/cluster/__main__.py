@@ -1,8 +1,8 @@
-"""``make cluster``: flights through an Airflow of several hosts, counted from outside.
+"""``make cluster``: runs flights through an Airflow of several hosts and counts them independently.
 
 Hosts are namespaces of this machine: one with PostgreSQL, brokers, an S3 server and a Spark master,
 a control host, two Celery workers that share nothing but the bucket and the DAGs, and two Spark
-workers.  build/cluster.json has the report.
+workers.  Writes build/cluster.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.cluster.services import ServiceMissing
 
 
 def main() -> int:
-    """Runs the cases; returns 1 if a message was lost, or repeated without a mark."""
+    """Runs the cases; returns 1 if a message was lost, or duplicated without a mark."""
     parser = argparse.ArgumentParser(prog="make cluster", description=__doc__)
     add_arguments(parser, messages=20_000)
     parser.add_argument("--case", default="", help="only cases whose name contains this")
@@ -39,8 +39,8 @@ def main() -> int:
             for queue in cluster.queues.values():
                 cluster.wait_for_dag(queue.dag_id)
             for case in cases:
-                if reason := missing(case, cluster, network):
-                    print(f"left out, for {reason}: {case.queue}, {case.name}", flush=True)
+                if reason := skip_reason(case, cluster, network):
+                    print(f"skipped, because {reason}: {case.queue}, {case.name}", flush=True)
                     continue
                 results.append(run_case(cluster, case, options.messages, options.seed))
                 print(
@@ -54,8 +54,8 @@ def main() -> int:
     return int(any(r["lost"] or r["unmarked"] or r["runs"][-1] != "success" for r in results))
 
 
-def missing(case: Case, cluster: Cluster, network: Network) -> str:
-    """Returns why a case is left out; empty if it is not."""
+def skip_reason(case: Case, cluster: Cluster, network: Network) -> str:
+    """Returns why a case cannot run; empty if it can."""
     if case.network and not network.kind.is_separate:
         return "hosts share a network"
     if case.queue not in cluster.queues:

@@ -1,4 +1,4 @@
-"""Faults that strike the cluster during a run: kills, outages, a skewed clock."""
+"""Faults that are injected into the cluster during a run: kills, outages, a skewed clock."""
 
 from __future__ import annotations
 
@@ -19,28 +19,26 @@ from tests.cluster.cluster import TRIGGERER, WORKERS, Cluster
 from tests.cluster.hosts import NamespaceHost, kill_tree
 from tests.cluster.services import ServiceMissing
 
-#: Seconds for which a service or a host is away.
+#: Duration of an outage of a service or host in seconds.
 OUTAGE = 30.0
 PROCESS, BATCHES = "broadway.process", "broadway.handle_batches"
-#: Runs after which a case is given up.
+#: Maximum number of runs of a case.
 MAX_RUNS = 5
-#: Seconds by which one host's clock is ahead.
+#: Clock skew of a host in seconds.
 SKEW = 300
-#: The release of one worker.
+#: The package release of one worker.
 NEWER = "9.9.9"
 
 
 @dataclass
 class Case:
-    """One run, and the fault that strikes it.
+    """A run and the fault that is injected into it.
 
-    :param disturb: Called once, when ``task`` is at work, with the name of the worker that executes
-        it.
-    :param queue: Of which queue; left out where that broker, or Spark's driver of PostgreSQL, is
-        missing.
-    :param worker_env: Variables of the second worker, from before the run until its end.
-    :param network: Whether it takes a host off the network.
-    :param retries: Whether it fails a task.
+    :param disturb: Called once while ``task`` runs, with the name of its worker.
+    :param queue: The queue; the case is skipped if its broker, or the JDBC driver, is missing.
+    :param worker_env: Returns environment variables of the second worker during the run.
+    :param network: Whether the fault disconnects a host.
+    :param retries: Whether the fault fails a task.
     """
 
     name: str
@@ -53,9 +51,7 @@ class Case:
 
 
 def run_case(cluster: Cluster, case: Case, messages: int, seed: int | None) -> dict[str, Any]:
-    """Sends messages, runs the DAG until a run succeeds and leaves no message, and counts from
-    outside.
-    """
+    """Sends messages, runs the DAG until a run succeeds and the queue is empty, and counts them."""
     env = case.worker_env(cluster)
     if env:
         cluster.kill(WORKERS[1], "celery")
@@ -101,27 +97,27 @@ def run_case(cluster: Cluster, case: Case, messages: int, seed: int | None) -> d
 
 
 def kill_worker(cluster: Cluster, worker: str) -> None:
-    """Kills a worker with its tasks; it starts again after a while."""
+    """Kills a worker and its tasks, and restarts it after the outage."""
     cluster.kill(worker, "celery")
     time.sleep(5.0)
     cluster.start_worker(worker)
 
 
 def kill_triggerer(cluster: Cluster, worker: str) -> None:
-    """Kills the triggerer, in which the ack sensor waits."""
+    """Kills the triggerer in which the ack sensor waits."""
     cluster.kill(*TRIGGERER)
     time.sleep(5.0)
     cluster.start_component(TRIGGERER[1])
 
 
 def kill_executor(cluster: Cluster, worker: str) -> None:
-    """Kills an executor of Spark; its worker starts another."""
+    """Kills a Spark executor; its worker starts another."""
     assert cluster.spark
     cluster.spark.executor("worker-0").kill()
 
 
 def kill_spark_worker(cluster: Cluster, worker: str) -> None:
-    """Kills a worker of Spark with its executor; it starts again after a while."""
+    """Kills a Spark worker and its executor, and restarts it after the outage."""
     assert cluster.spark
     cluster.spark.executor("worker-1")
     kill_tree(cluster.spark.processes["worker-1"])
@@ -130,14 +126,14 @@ def kill_spark_worker(cluster: Cluster, worker: str) -> None:
 
 
 def stall_bucket(cluster: Cluster, worker: str) -> None:
-    """Stops every request to the bucket for a while."""
+    """Stalls every request to the bucket during the outage."""
     cluster.services.s3_gate.stall()
     time.sleep(OUTAGE)
-    cluster.services.s3_gate.go_on()
+    cluster.services.s3_gate.resume()
 
 
 def disconnect_worker(cluster: Cluster, worker: str) -> None:
-    """Takes a host off the network for a while; its tasks keep running, and wake late."""
+    """Disconnects a host during the outage; its tasks keep running."""
     host = cluster.hosts[worker]
     assert isinstance(host, NamespaceHost)
     host.disconnect()
@@ -151,7 +147,7 @@ def restart_database(cluster: Cluster, worker: str) -> None:
 
 
 def without_credentials(cluster: Cluster) -> Mapping[str, str]:
-    """Returns the variables of a worker whose connection has no credentials of the bucket."""
+    """Returns the variables of a worker whose connection has no credentials for the bucket."""
     connection = json.loads(cluster.env["AIRFLOW_CONN_CLUSTER_S3"])
     del connection["login"], connection["password"]
     return {"AIRFLOW_CONN_CLUSTER_S3": json.dumps(connection), "AWS_EC2_METADATA_DISABLED": "true"}
@@ -164,7 +160,7 @@ def with_skewed_clock(cluster: Cluster) -> Mapping[str, str]:
     """
     compiler = shutil.which("cc")
     if compiler is None:
-        raise ServiceMissing("a C compiler, which makes the skewed clock, is not installed")
+        raise ServiceMissing("the skewed clock needs a C compiler, which is not installed")
     host = cluster.hosts[WORKERS[1]]
     library, source = "clock_skew.so", Path(__file__).with_name("clock_skew.c")
     command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(host.folder / library), str(source)]
@@ -185,9 +181,9 @@ def with_newer_release(cluster: Cluster) -> Mapping[str, str]:
     version = code / "airflow_broadway" / "core" / "version.py"
     version.write_text(version.read_text().replace(f'"{__version__}"', f'"{NEWER}"'))
     env = {"PYTHONPATH": f"{host.disk / 'newer'}{os.pathsep}{cluster.env['PYTHONPATH']}"}
-    found = "import airflow_broadway as a; print(a.__version__)"
-    found = host.run([sys.executable, "-c", found], {**cluster.env, **env}).strip()
-    assert found == NEWER, found
+    program = "import airflow_broadway as a; print(a.__version__)"
+    reported = host.run([sys.executable, "-c", program], {**cluster.env, **env}).strip()
+    assert reported == NEWER, reported
     return env
 
 
@@ -214,9 +210,6 @@ CASES = [
     Case("a worker is killed", kill_worker, queue="Spark", task=BATCHES, retries=True),
     Case("PostgreSQL restarts", restart_database, queue="Spark", task=BATCHES),
     Case(
-        "a worker has a newer release",
-        queue="Spark",
-        task=BATCHES,
-        worker_env=with_newer_release,
+        "a worker has a newer release", queue="Spark", task=BATCHES, worker_env=with_newer_release
     ),
 ]

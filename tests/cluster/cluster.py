@@ -29,18 +29,18 @@ FOLDER = BUILD / "cluster"
 CONTROL, WORKERS = "control", ("worker-1", "worker-2")
 TRIGGERER = CONTROL, "triggerer"
 SPARK_HOSTS = ("spark-1", "spark-2")
-#: The driver of PostgreSQL for Spark, where Maven could resolve it.
+#: PostgreSQL's JDBC driver for Spark, if Maven could resolve it.
 JDBC = next((ROOT / "build" / "tables").glob("postgresql-*.jar"), None)
 _WORKER = ["celery", "worker", "--concurrency", "2", "--skip-serve-logs", "--without-gossip"]
 
 
 class Cluster(AirflowApi):
-    """The running cluster; its API is Airflow's, on the control host.
+    """The running cluster; a client of Airflow's API on the control host.
 
     :param services: PostgreSQL, brokers and S3.
     """
 
-    #: A standalone Spark whose workers have hosts of their own; ``None`` without :data:`JDBC`.
+    #: A standalone Spark with one host per worker; ``None`` without :data:`JDBC`.
     spark: Standalone | None = None
 
     def __init__(self, services: Services, network: Network, folder: Path) -> None:
@@ -61,15 +61,15 @@ class Cluster(AirflowApi):
             self.queues["Kafka"] = KafkaTopic("cluster_kafka", services.kafka, "flights")
 
     def start(self, stack: ExitStack, gateway: str) -> None:
-        """Makes the metadata database and the table, and starts Spark, every component and worker.
+        """Creates the databases and the table, and starts Spark, all components and workers.
 
-        :param stack: Ends Spark.
+        :param stack: The exit stack that stops Spark.
         """
         with self._database() as session:
             session.execute("CREATE TABLE flights (number int, redelivered boolean)")
         if JDBC:
             hosts = [self.hosts[name] for name in SPARK_HOSTS]
-            # Hosts do not see the build folder of this one.
+            # The build folder is not visible on the hosts.
             jars = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cluster-jars-")))
             shutil.copy(JDBC, jars)
             spark = Standalone(self.folder / "spark", address=gateway, hosts=hosts)
@@ -82,7 +82,7 @@ class Cluster(AirflowApi):
             self.queues["Spark"] = RabbitMQQueue("cluster_spark", rabbitmq, "spark_flights")
         migrate = self.hosts[CONTROL].start("migrate", [*_AIRFLOW, "db", "migrate"], self.env)
         if migrate.wait():
-            raise self._failure("Airflow's database could not be made", "migrate")
+            raise self._failure("Airflow's database could not be migrated", "migrate")
         for name in COMPONENTS:
             self.start_component(name)
         for worker in WORKERS:
@@ -105,7 +105,7 @@ class Cluster(AirflowApi):
     def start_worker(self, host: str, env: Mapping[str, str] | None = None) -> None:
         """Starts the Celery worker of a host.
 
-        :param env: Variables for this worker alone.
+        :param env: Additional variables of this worker.
         """
         command = [*_AIRFLOW, *_WORKER, "--celery-hostname", f"celery@{host}"]
         started = self.hosts[host].start("celery", command, {**self.env, **(env or {})})
@@ -115,7 +115,7 @@ class Cluster(AirflowApi):
         """Kills a component or worker, and its tasks, with SIGKILL."""
         kill_tree(self.processes.pop((host, name)))
 
-    # The API server may just be restarted, or its database.
+    # The API server or its database may be restarting.
     @retry(
         retry=retry_if_exception_type((ApiError, OSError)),
         stop=stop_after_attempt(20),
@@ -123,15 +123,15 @@ class Cluster(AirflowApi):
         reraise=True,
     )
     def api(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
-        """Calls Airflow's API, and retries while it does not answer."""
+        """Calls Airflow's API, and retries while it does not respond."""
         self.check_alive()
         return super().api(method, path, body, **query)
 
     def check_alive(self) -> None:
-        """Starts components of Airflow that have ended, as a supervisor does.
+        """Restarts components of Airflow that have ended, like a process supervisor.
 
-        :raises LocalAirflowError: If a worker has ended, or a component ends again and again; with
-            the end of its log.
+        :raises LocalAirflowError: If a worker has ended, or a component ends repeatedly; with the
+            end of its log.
         """
         for (host, name), process in list(self.processes.items()):
             if process.poll() is None:
@@ -162,7 +162,7 @@ class Cluster(AirflowApi):
             "celery.broker_url": f"amqp://guest:guest@{gateway}:{self.services.broker.port}//",
             "celery.result_backend": f"db+{self.services.postgres.url}",
             "celery.worker_prefetch_multiplier": "1",
-            # A worker that is gone is noticed after 20 seconds, not after 5 minutes.
+            # Detects a dead worker after 20 seconds instead of 5 minutes.
             "scheduler.task_instance_heartbeat_timeout": "20",
             "scheduler.task_instance_heartbeat_timeout_detection_interval": "5",
             "scheduler.task_queued_timeout": "30",
@@ -196,7 +196,7 @@ class Cluster(AirflowApi):
         home = self.folder / "airflow"
         dags = Path(__file__).with_name("dags")
         env = airflow_env(ROOT, port=self.port, home=home, dags=dags, settings=settings)
-        # Those are for SQLite.
+        # These arguments are for SQLite.
         for suffix in ("", "_ASYNC"):
             env.pop(f"AIRFLOW__DATABASE__SQL_ALCHEMY_CONNECT_ARGS{suffix}", None)
         env.pop("SPARK_LOCAL_IP", None)
@@ -208,19 +208,19 @@ class Cluster(AirflowApi):
     # -- messages and output ---------------------------------------------------------------------
 
     def send(self, queue: Queue, count: int, seed: int | None) -> Expected:
-        """Sends flights, each with a number of its own, to a queue, which is empty.
+        """Sends numbered flights to an empty queue.
 
-        :param seed: Selects them at random; ``None``: the first ones.
+        :param seed: Selects random flights; ``None``: the first ones.
         """
         expected = Expected()
         queue.fill(
-            expected.watch(n, flight) for n, flight in enumerate(flights(count, seed), self._sent)
+            expected.add(n, flight) for n, flight in enumerate(flights(count, seed), self._sent)
         )
         self._sent += count
         return expected
 
     def output(self) -> dict[int, list[bool]]:
-        """Returns for each flight's number which of its rows are marked as redelivered."""
+        """Returns the redelivery marks of the output rows by flight number."""
         bucket, rows = self.services.bucket(), defaultdict[int, list[bool]](list)
         for path in bucket.find(f"{BUCKET}/output", refresh=True):
             for line in bucket.cat(path).splitlines():
@@ -232,26 +232,26 @@ class Cluster(AirflowApi):
         return rows
 
     def _database(self) -> psycopg.Connection[tuple[Any, ...]]:
-        """Connects to the database that has the table, which is Airflow's, too."""
+        """Connects to the database with the table, which is Airflow's metadata database."""
         server = self.services.postgres.connection
         host, port, user = server["host"], server["port"], server["login"]
         return psycopg.connect(host=host, port=port, user=user, dbname=server["schema"])
 
 
 class Expected:
-    """The flights that were sent: which must be in the output, and which are dead letters."""
+    """The sent flights: those that must be in the output, and those that are dead letters."""
 
     def __init__(self) -> None:
         self.rows: set[int] = set()
         self.dead_letters: set[int] = set()
 
-    def watch(self, number: int, flight: Mapping[str, Any]) -> bytes:
+    def add(self, number: int, flight: Mapping[str, Any]) -> bytes:
         """Counts a flight; returns its message."""
         (self.dead_letters if flight["dep_delay"] is None else self.rows).add(number)
         return json.dumps({"number": number, **flight}).encode()
 
 
-#: The scheduler ends when its database is away for a moment.
+#: Restarts are normal: the scheduler exits when its database is unavailable for a moment.
 _MAX_RESTARTS = 5
 
 _AIRFLOW = [sys.executable, "-m", "airflow"]
@@ -259,10 +259,10 @@ _AIRFLOW = [sys.executable, "-m", "airflow"]
 
 @contextmanager
 def run_cluster(network: Network, folder: Path = FOLDER) -> Iterator[Cluster]:
-    """Starts services, hosts and Airflow; everything ends with the namespaces of this program.
+    """Starts services, hosts and Airflow; all processes end with this program's namespaces.
 
     :raises ServiceMissing: If a program is not installed.
-    :raises HostMissing: If a host cannot be made.
+    :raises HostMissing: If a host cannot be created.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

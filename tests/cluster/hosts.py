@@ -1,7 +1,7 @@
-"""Hosts on one machine: network, mount and hostname namespaces, joined by a bridge.
+"""Hosts on one machine: network, mount and hostname namespaces, connected by a bridge.
 
-:func:`enter` runs the calling program again inside namespaces of its own, as their root and without
-privileges outside.  When that program ends, however it ends, the kernel kills everything in it.
+:func:`enter` runs the calling program again in new namespaces, as their root and without privileges
+outside.  When that program ends, the kernel kills all its processes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _UNSHARE = (
 
 
 class HostMissing(RuntimeError):
-    """A host cannot be made."""
+    """A host cannot be created."""
 
 
 def enter() -> Network:
-    """Runs this program again in new namespaces, unless it already is in them.
+    """Runs this program again in new namespaces, unless it already runs in them.
 
-    Where the machine cannot make them, hosts are processes with folders of their own.
+    If the machine does not support namespaces, hosts are processes with separate folders.
     """
     if os.environ.get(_ENTERED):
         _run("ip", "link", "set", "lo", "up")
@@ -42,19 +42,19 @@ def enter() -> Network:
         _run("ip", "addr", "add", f"{_GATEWAY}/24", "dev", "cluster")
         _run("ip", "link", "set", "cluster", "up")
         return Network(_GATEWAY, NamespaceHost)
-    reason = _why_no_namespaces()
+    reason = _namespaces_error()
     if not reason:
         os.environ[_ENTERED] = "1"
         os.execvp(_UNSHARE[0], [*_UNSHARE, sys.executable, *sys.orig_argv[1:]])
     print(
-        "Hosts are processes with HOME, working directory and AIRFLOW_HOME of their own on one"
-        f" network: namespaces cannot be made here ({reason}).",
+        "Hosts are processes with a separate HOME, working directory and AIRFLOW_HOME on one"
+        f" network: namespaces cannot be created here ({reason}).",
         file=sys.stderr,
     )
     return Network("127.0.0.1", Host)
 
 
-def _why_no_namespaces() -> str:
+def _namespaces_error() -> str:
     for program in ("unshare", "nsenter", "ip"):
         if shutil.which(program) is None:
             return f"the program {program} of util-linux or iproute2 is missing"
@@ -63,14 +63,14 @@ def _why_no_namespaces() -> str:
 
 
 class Host:
-    """One host: a name, an address, and a disk of its own with home, temporary files and logs.
+    """A host: a name, an address, and a disk with home, temporary files and logs.
 
-    :param number: Its place in the network, from 2.
-    :param folder: Its disk.
+    :param number: The last part of its address, from 2.
+    :param folder: The folder of its disk.
     :param shared: A folder of the checkout that hosts must not share.
     """
 
-    #: Whether its network can be cut.
+    #: Whether the host can be disconnected.
     is_separate = False
 
     def __init__(self, name: str, number: int, folder: Path, shared: Path) -> None:
@@ -97,7 +97,7 @@ class Host:
             )
 
     def run(self, command: Sequence[str], env: Mapping[str, str]) -> str:
-        """Runs a command on this host to its end; returns its output."""
+        """Runs a command on this host; returns its output."""
         return subprocess.run(
             self._command(command), env=env, check=True, capture_output=True, text=True
         ).stdout
@@ -107,7 +107,7 @@ class Host:
 
 
 class NamespaceHost(Host):
-    """A host with network, mounts and hostname of its own; ``shared`` is its disk."""
+    """A host with separate network, mount and hostname namespaces; ``shared`` is its disk."""
 
     is_separate = True
 
@@ -129,11 +129,11 @@ class NamespaceHost(Host):
         _run(*self._inside, "sh", "-c", script)
 
     def disconnect(self) -> None:
-        """Takes the host off the network; its processes keep running."""
+        """Disconnects the host from the network; its processes keep running."""
         _run(*self._inside, "ip", "link", "set", "eth0", "down")
 
     def connect(self) -> None:
-        """Puts the host back on the network."""
+        """Reconnects the host to the network."""
         _run(*self._inside, "ip", "link", "set", "eth0", "up")
 
     @property
@@ -162,7 +162,7 @@ class Network(NamedTuple):
     kind: type[Host]
 
     def make_hosts(self, names: Sequence[str], folder: Path, shared: Path) -> dict[str, Host]:
-        """Makes hosts, each with its disk below ``folder``."""
+        """Creates hosts with their disks below ``folder``."""
         lines = ["127.0.0.1 localhost", f"{self.gateway} services"]
         lines += [f"10.77.0.{number} {name}" for number, name in enumerate(names, 2)]
         (folder / "hosts").write_text("\n".join(lines) + "\n")
@@ -181,7 +181,7 @@ Process = subprocess.Popen[bytes]
 
 
 def kill_tree(process: Process) -> None:
-    """Kills a process and its descendants with SIGKILL, as a host's power failure would."""
+    """Kills a process and its descendants with SIGKILL, like a power failure."""
     with_children = [psutil.Process(process.pid), *psutil.Process(process.pid).children(True)]
     for victim in with_children:
         try:

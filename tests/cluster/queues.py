@@ -1,4 +1,4 @@
-"""The queues of the cluster, filled, counted and read by their brokers' own clients."""
+"""The queues of the cluster, accessed with the brokers' client libraries."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.kafka_server import ApacheKafka
 from tests.rabbitmq_server import RabbitServer
 from tests.sqs_server import SqsServer
 
-#: Seconds for which messages may stay unacknowledged or invisible after a run: the lease of a
-#: process that was killed, and a connection of a host that was away.
+#: Seconds within which unacknowledged or invisible messages must be released after a run: by the
+#: lease of a killed process, or the connection timeout of a disconnected host.
 _HELD = 300.0
 
 
 class Queue(ABC):
-    """One source queue, which is empty before each case.
+    """A source queue, which is empty before each case.
 
     :param dag_id: The DAG that drains it.
     """
@@ -32,12 +32,12 @@ class Queue(ABC):
 
     @abstractmethod
     def fill(self, bodies: Iterable[bytes]) -> None:
-        """Sends messages, and waits until the broker has confirmed them."""
+        """Sends messages and waits for the broker's confirmations."""
 
     def backlog(self) -> int:
-        """Returns the messages that a next run would receive, once no message is held.
+        """Waits until no message is held; returns the number of ready messages.
 
-        :raises RuntimeError: If some still are after five minutes.
+        :raises RuntimeError: If messages are still held after five minutes.
         """
         end = time.monotonic() + _HELD
         while held := self._held():
@@ -48,11 +48,11 @@ class Queue(ABC):
 
     @abstractmethod
     def _held(self) -> Any:
-        """Returns what the broker holds for consumers; false if nothing."""
+        """Returns a truthy value if the broker holds messages for consumers."""
 
     @abstractmethod
     def _ready(self) -> int:
-        """Returns the messages that a consumer would receive."""
+        """Returns the number of messages that a consumer would receive."""
 
     @abstractmethod
     def take_dead_letters(self) -> Iterator[bytes]:
@@ -74,7 +74,7 @@ class RabbitMQQueue(Queue):
         self._server.fill(self._name, bodies)
 
     def _names(self) -> list[str]:
-        # Holding queues are numbered after a short form of the queue's name.
+        # Holding queues are named after the queue, with a number.
         held = f"broadway.held.{self._name}."
         return [self._name, *self._server.queue_names(held)]
 
@@ -143,7 +143,7 @@ class SqsQueue(Queue):
 
 
 class KafkaTopic(Queue):
-    """A topic with its topics for retries and dead letters; the consumer group has its name."""
+    """A topic with retry and dead-letter topics; the consumer group has the same name."""
 
     def __init__(self, dag_id: str, server: ApacheKafka, name: str) -> None:
         super().__init__(dag_id)
@@ -156,7 +156,7 @@ class KafkaTopic(Queue):
         self._server.fill(self._name, bodies)
 
     def _held(self) -> Any:
-        return 0  # a claim is this package's; the broker knows offsets alone
+        return 0  # the broker knows offsets only, not the package's claims
 
     def _ready(self) -> int:
         topics = self._name, f"{self._name}.retry"

@@ -24,13 +24,13 @@ BUCKET = "cluster"
 
 
 class ServiceMissing(RuntimeError):
-    """A program that the cluster needs is not installed, or fails; the message names it."""
+    """A required program is not installed or fails; the message names it."""
 
 
 class PostgreSQL:
-    """A PostgreSQL server of this cluster's own, with an empty database ``airflow``.
+    """A new PostgreSQL server with an empty database ``airflow``.
 
-    :param address: Where it listens.
+    :param address: The address on which it listens.
     """
 
     def __init__(self, folder: Path, address: str) -> None:
@@ -38,7 +38,7 @@ class PostgreSQL:
         self._bin = find_postgres()
         if os.geteuid() == 0 and shutil.which("unshare") is None:
             raise ServiceMissing("PostgreSQL does not run as root: start this as another user")
-        # PostgreSQL refuses to run as root, also as the root of a user namespace.
+        # PostgreSQL does not run as root, not even as the root of a user namespace.
         as_user = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
         self._as_user = as_user if os.geteuid() == 0 else ()
         folder.mkdir(parents=True)
@@ -50,12 +50,12 @@ class PostgreSQL:
 
     @property
     def url(self) -> str:
-        """The database's address for SQLAlchemy."""
+        """The database's URL for SQLAlchemy."""
         return f"postgresql+psycopg2://airflow@{self._address}:{self._port}/airflow"
 
     @property
     def connection(self) -> dict[str, Any]:
-        """The fields of an Airflow connection of the database."""
+        """Returns the fields of an Airflow connection to the database."""
         server = {"host": self._address, "port": self._port}
         return {**server, "login": "airflow", "schema": "airflow"}
 
@@ -67,12 +67,12 @@ class PostgreSQL:
         self._call("pg_ctl", "-D", str(self._data), "-w", "-l", log, "-o", options, "start")
 
     def restart(self) -> None:
-        """Stops the server, dropping its connections, and starts it again."""
+        """Stops the server, which closes its connections, and starts it again."""
         self.stop()
         self.start()
 
     def stop(self) -> None:
-        """Stops the server, dropping its connections."""
+        """Stops the server, which closes its connections."""
         self._call("pg_ctl", "-D", str(self._data), "-m", "fast", "-w", "stop")
 
     def _call(self, program: str, *arguments: str) -> None:
@@ -90,8 +90,8 @@ def find_postgres() -> Path:
     :raises ServiceMissing: If it is not installed.
     """
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    found = shutil.which("initdb")
-    for folder in [*folders, *([Path(found).resolve().parent] if found else [])]:
+    initdb = shutil.which("initdb")
+    for folder in [*folders, *([Path(initdb).resolve().parent] if initdb else [])]:
         if all((folder / name).exists() for name in ("initdb", "pg_ctl", "createdb")):
             return folder
     raise ServiceMissing("PostgreSQL is not installed: apt-get install postgresql")
@@ -100,10 +100,10 @@ def find_postgres() -> Path:
 class Services(NamedTuple):
     """The running services.
 
-    :param broker: RabbitMQ as hosts find it.
-    :param sqs_gate: SQS as hosts find it.
-    :param kafka: ``None`` where Maven could not resolve it.
-    :param s3_gate: Every request to the S3 server passes it.
+    :param broker: A proxy to RabbitMQ for the hosts.
+    :param sqs_gate: A proxy to SQS for the hosts.
+    :param kafka: ``None`` if Maven could not resolve it.
+    :param s3_gate: A proxy to the S3 server for all clients.
     """
 
     postgres: PostgreSQL
@@ -116,7 +116,7 @@ class Services(NamedTuple):
     s3_gate: Proxy
 
     def bucket(self) -> s3fs.S3FileSystem:
-        """Returns the file system of the bucket, for this process."""
+        """Creates an s3fs file system for the bucket."""
         return s3fs.S3FileSystem(**self.s3.options())
 
 
@@ -124,7 +124,7 @@ class Services(NamedTuple):
 def run_services(folder: Path, address: str) -> Iterator[Services]:
     """Starts the services; they end with the context.
 
-    :param address: Where hosts find them.
+    :param address: The address on which they listen.
     :raises ServiceMissing: If a program is not installed.
     """
     if find_server() is None:

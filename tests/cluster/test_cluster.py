@@ -1,4 +1,4 @@
-"""An Airflow of several hosts, run by a program of its own, which enters namespaces."""
+"""Runs the cluster in a separate process, which enters namespaces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_workers_that_share_only_a_bucket_lose_no_message():
         assert (result["lost"], result["unmarked"]) == (0, 0), result
         case = cases[result["queue"], result["case"]]
         assert result["retries"] or not case.retries, result
-        if case.queue == "Spark" or case.name == "nothing":  # a table has each row once
+        if case.queue == "Spark" or case.name == "nothing":  # a table contains each row once
             assert result["handled again"] == 0, result
         if case.name == "nothing":
             assert {"worker-1", "worker-2"} <= set(result["hosts"]), result

@@ -1,8 +1,8 @@
-"""Cases as batches of one Spark application.
+"""Runs cases as batches of one Spark application.
 
-Every case has a process task of its own and batchers that are named after it; their plans are the
-work of one application, whose class has the batchers of all.  Its ``handle_batch`` collects the
-rows, follows the case's rules, and says in Spark's terms what they came to.
+Every case has its own process task and batchers.  One application handles the plans of all cases;
+its class has all batchers.  ``handle_batch`` collects the rows, applies the case's rules, and
+returns the results as Spark batchers do.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from airflow_broadway.staging.store import Store
 from tests.conformance.feed import CaseProducer
 from tests.conformance.limits import operations, spark_case
 from tests.conformance.observed import ANY, Case, Observed
-from tests.conformance.pipelines import apply_callback, batch_seen
-from tests.conformance.staged import StagedCase, importable
+from tests.conformance.pipelines import apply_callback, describe_batch_call
+from tests.conformance.runners import record_telemetry
+from tests.conformance.staged import StagedCase, make_importable
 from tests.conformance.tasks import DAG_ID, Tasks
-from tests.conformance.ways import watched
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -40,28 +40,28 @@ NAME = "Conformance"
 
 
 class SparkCase(StagedCase):
-    """One case; its batches run in the application."""
+    """A case whose batches run in the Spark application."""
 
     def __init__(self, case: Case, folder: Path, tasks: Tasks, prefix: str) -> None:
         super().__init__(spark_case(case), folder, tasks, engine="spark", name=NAME, prefix=prefix)
         if not case["given"].get("batchers"):
             self.custody.only = "default"
-            self.seen.batches = None
-        self.seen.telemetry = None
+            self.observed.batches = None
+        self.observed.telemetry = None
         ops = {op["op"] for op in operations(self.case["given"].get("handle_batch") or {})}
         if "set_status_error" in ops:  # a row fails, in no other way than any
-            self.seen.handle_failed_status = None
+            self.observed.handle_failed_status = None
 
     def handle_batch(self, batcher: str, rows: DataFrame, info: BatchInfo) -> Any:
-        """Follows the case's rules; returns what Spark knows for it."""
+        """Applies the case's rules; returns the equivalent result for Spark."""
         messages = [
             Message(json.loads(row.data), message_id=row.message_id)
             for row in rows.orderBy("position").collect()
         ]
         name = batcher.removeprefix(self.prefix)
-        if self.seen.batches is not None:
-            batch = batch_seen(name, [message.data for message in messages], info)
-            self.seen.batches.append({**batch, "batch_processor": ANY})
+        if self.observed.batches is not None:
+            batch = describe_batch_call(name, [message.data for message in messages], info)
+            self.observed.batches.append({**batch, "batch_processor": ANY})
         returned = apply_callback(self.case["given"].get("handle_batch") or {}, messages)
         if not isinstance(returned, list):
             return returned
@@ -78,7 +78,7 @@ class SparkCase(StagedCase):
 
     @staticmethod
     def _failed(rows: DataFrame, messages: list[Message]) -> Any:
-        """Those that failed, by their reasons; ``None`` without failures."""
+        """Returns the failed messages by reason; ``None`` without failures."""
         reasons: dict[str, list[str]] = {}
         for message in messages:
             reasons.setdefault(str(message.status.reason), []).append(message.message_id)
@@ -90,21 +90,21 @@ class SparkCase(StagedCase):
 
 
 class Application:
-    """One run: its process tasks, its one Spark application, its ack sensors.
+    """A run: the process tasks and ack sensors of the cases, and one Spark application.
 
-    :param cases: Those to run; none that :func:`limits.not_by_spark` has something against.
+    :param cases: The cases to run; :func:`limits.not_by_spark` must be empty for each.
     """
 
     def __init__(self, cases: Sequence[Case], folder: Path, spark: SparkSession) -> None:
         self._tasks = Tasks()
-        self._made: dict[str, SparkCase] = {}
-        self._found: dict[str, Observed | Exception] = {}
+        self._staged_cases: dict[str, SparkCase] = {}
+        self._results: dict[str, Observed | Exception] = {}
         plans: list[str] = []
         for case in cases:
             try:
                 plans += self._stage(case, folder)
-            except Exception as error:  # of this case alone
-                self._found[_key(case)] = error
+            except Exception as error:  # fails this case only
+                self._results[_key(case)] = error
         run = StagedRun(
             Store.open(f"file://{folder}/staging"),
             pipeline=NAME,
@@ -112,26 +112,26 @@ class Application:
             run_id=self._tasks.run_id,
         )
         self.code = self._run(spark, run, plans)
-        for key, made in self._made.items():
+        for key, staged_case in self._staged_cases.items():
             try:
-                self._found[key] = made.acknowledge()
+                self._results[key] = staged_case.acknowledge()
             except Exception as error:
-                self._found[key] = error
+                self._results[key] = error
 
-    def seen(self, case: Case) -> Observed:
+    def observed(self, case: Case) -> Observed:
         """Returns the observations of a case."""
-        result = self._found[_key(case)]
+        result = self._results[_key(case)]
         if isinstance(result, Exception):
             raise result
         assert self.code == 0, "not every batch has an outcome"
         return result
 
     def _stage(self, case: Case, folder: Path) -> list[str]:
-        """The process and batch tasks of a case; returns its plans."""
+        """Runs the process and batch tasks of a case; returns its plans."""
         staged = SparkCase(case, folder, self._tasks, f"{_key(case)}.")
-        with watched(case, staged.seen):
+        with record_telemetry(case, staged.observed):
             references = staged.batch(staged.process())
-        self._made[_key(case)] = staged
+        self._staged_cases[_key(case)] = staged
         return [reference["plan"] for reference in references]
 
     def _run(self, spark: SparkSession, run: StagedRun, plans: list[str]) -> int:
@@ -144,7 +144,7 @@ class Application:
         )
         files = open_files(run.spark_uri())
         files.create(paths.of_try(work.name, work.try_number), work.dumps())
-        logger, codes = logging.getLogger("airflow_broadway"), _Codes(self._made)
+        logger, codes = logging.getLogger("airflow_broadway"), _ErrorCodes(self._staged_cases)
         logger.addHandler(codes)
         try:
             return run_work(ClassicSessions(spark), run.spark_uri(), files, work)
@@ -152,8 +152,8 @@ class Application:
             logger.removeHandler(codes)
 
     def _class(self) -> type[Broadway]:
-        """The class with the batchers of all cases."""
-        cases = self._made
+        """Returns the class with the batchers of all cases."""
+        cases = self._staged_cases
 
         def of(batcher: str) -> SparkCase:
             return cases[batcher.partition(".")[0]]
@@ -176,17 +176,17 @@ class Application:
             "producer": CaseProducer(queue="all", path="/nowhere", on_failure="dead_letter"),
             "batchers": {
                 name: batcher
-                for made in cases.values()
-                for name, batcher in made.pipeline.batchers.items()
+                for staged_case in cases.values()
+                for name, batcher in staged_case.pipeline.batchers.items()
             },
             "handle_batch": handle_batch,
             "handle_failed": handle_failed,
         }
-        return importable(type("All", (Broadway,), attributes), "All")
+        return make_importable(type("All", (Broadway,), attributes), "All")
 
 
-class _Codes(logging.Handler):
-    """Gives each case the codes of the errors in its batchers' threads."""
+class _ErrorCodes(logging.Handler):
+    """Collects error codes by case, from the names of the batchers' threads."""
 
     def __init__(self, cases: dict[str, SparkCase]) -> None:
         super().__init__(logging.ERROR)
@@ -195,10 +195,10 @@ class _Codes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         code = getattr(record, "code", None)
         case = self._cases.get(str(record.threadName).partition(".")[0])
-        if code is not None and case is not None and case.seen.errors is not None:
-            case.seen.errors.append(code)
+        if code is not None and case is not None and case.observed.errors is not None:
+            case.observed.errors.append(code)
 
 
 def _key(case: Case) -> str:
-    """A case's id, as part of the names of tasks and batchers."""
+    """Returns a case's id in a form for names of tasks and batchers."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", str(case["id"]))

@@ -1,4 +1,4 @@
-"""``--cases FILE`` runs another file of cases; without it, those of the areas that are there."""
+"""``--cases FILE`` selects another file of cases; by default runs the supported areas."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.conformance.pipelines import needs_throw
-from tests.conformance.ways import WAYS, Way
+from tests.conformance.runners import RUNNERS, Runner
 
 OWN = Path(__file__).with_name("cases.json")
 
-#: The areas that are there; those of a broker come with its producer.
+#: The supported areas; those of a broker need its producer.
 IMPLEMENTED = {
     "ack_immediately",
     "acknowledger",
@@ -41,13 +41,13 @@ IMPLEMENTED = {
     "testing_helpers",
 }
 
-#: Airflow makes files in its home when it is imported: not in the developer's own.
+#: Airflow creates files in its home when it is imported.
 HOME = Path(__file__).resolve().parents[2] / "build" / "airflow-test"
 
 _throws = pytest.StashKey[int]()
 _others = pytest.StashKey[Counter[str]]()
-#: Way → why not → ids of the cases.
-_left_out = pytest.StashKey[dict[str, dict[str, list[str]]]]()
+#: Ids of skipped cases by runner and reason.
+_skipped_cases = pytest.StashKey[dict[str, dict[str, list[str]]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("AIRFLOW_HOME", str(HOME))
     config.stash[_throws] = 0
     config.stash[_others] = Counter()
-    config.stash[_left_out] = {}
+    config.stash[_skipped_cases] = {}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -73,35 +73,35 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
         cases = [case for case in cases if case["area"] in IMPLEMENTED]
     config.stash[_throws] = sum(map(needs_throw, cases))
-    left_out: dict[str, dict[str, list[str]]] = {way.name: {} for way in WAYS}
-    config.stash[_left_out] = left_out
+    skipped: dict[str, dict[str, list[str]]] = {runner.name: {} for runner in RUNNERS}
+    config.stash[_skipped_cases] = skipped
     parameters = []
     for case in cases:
-        # The first way has the case's own id; the others add their name.
-        first = WAYS[0] if case["type"] == "pipeline" else None
+        # The first runner's test id is the case's id; the others append their names.
+        first = RUNNERS[0] if case["type"] == "pipeline" else None
         parameters.append(pytest.param(case, first, id=case["id"]))
         if first is None or needs_throw(case):
             continue
-        for way in WAYS[1:]:
-            why_not = _why_not(way, case)
-            if why_not:
-                left_out[way.name].setdefault(why_not, []).append(case["id"])
+        for runner in RUNNERS[1:]:
+            skip_reason = _skip_reason(runner, case)
+            if skip_reason:
+                skipped[runner.name].setdefault(skip_reason, []).append(case["id"])
             else:
-                name = f"{case['id']}-{way.name}"
-                parameters.append(pytest.param(case, way, id=name, marks=way.marks))
-    metafunc.parametrize(("case", "way"), parameters)
+                name = f"{case['id']}-{runner.name}"
+                parameters.append(pytest.param(case, runner, id=name, marks=runner.marks))
+    metafunc.parametrize(("case", "runner"), parameters)
 
 
 def _names() -> list[str]:
-    return [way.name for way in WAYS]
+    return [runner.name for runner in RUNNERS]
 
 
-def _why_not(way: Way, case: dict[str, Any]) -> str:
+def _skip_reason(runner: Runner, case: dict[str, Any]) -> str:
     try:
-        return way.why_not(case)
+        return runner.skip_reason(case)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        # The first way runs it, and fails.
-        return f"it cannot be read: {type(error).__name__}: {error}"
+        # The first runner runs it, and fails.
+        return f"invalid: {type(error).__name__}: {error}"
 
 
 @pytest.fixture(scope="session")
@@ -115,28 +115,32 @@ def application(request, tmp_path_factory):
         callspec.params["case"]
         for callspec in selected
         if callspec is not None
-        and isinstance(callspec.params.get("way"), Way)
-        and callspec.params["way"].name == "spark"
+        and isinstance(callspec.params.get("runner"), Runner)
+        and callspec.params["runner"].name == "spark"
     ]
     return Application(cases, tmp_path_factory.mktemp("application"), spark_session())
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     throws, others = config.stash[_throws], config.stash[_others]
-    ran = Counter(
-        str(dict(report.user_properties)["way"])
+    counts_by_runner = Counter(
+        str(dict(report.user_properties)["runner"])
         for outcome in ("passed", "failed")
         for report in terminalreporter.stats.get(outcome, [])
-        if report.when == "call" and "way" in dict(report.user_properties)
+        if report.when == "call" and "runner" in dict(report.user_properties)
     )
-    if ran:
-        counts = ", ".join(f"{ran[name]} by {name}" for name in ("unit", *_names()) if ran[name])
+    if counts_by_runner:
+        counts = ", ".join(
+            f"{counts_by_runner[name]} by {name}"
+            for name in ("unit", *_names())
+            if counts_by_runner[name]
+        )
         terminalreporter.write_line(f"conformance: cases run: {counts}")
-    for way, reasons in config.stash[_left_out].items():
-        if ran[way]:
-            for why_not, ids in reasons.items():
+    for runner, reasons in config.stash[_skipped_cases].items():
+        if counts_by_runner[runner]:
+            for skip_reason, ids in reasons.items():
                 terminalreporter.write_line(
-                    f"conformance: {len(ids)} cases not by {way}: {why_not}: {' '.join(ids)}"
+                    f"conformance: {len(ids)} cases not by {runner}: {skip_reason}: {' '.join(ids)}"
                 )
     if throws:
         terminalreporter.write_line(f"conformance: {throws} cases skipped that need `throw`")

@@ -1,4 +1,4 @@
-"""The embedded queue of a case: filled step by step while a process task receives."""
+"""The embedded queue of a case: filled by its steps while a process task receives."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tests.conformance.limits import CONFIGURABLE, MARGIN, MESSAGES, STEP
 from tests.conformance.observed import Case, Observed, freeze
 from tests.conformance.pipelines import wrap
 
-#: What cases configure, and what the queue is then to do.
+#: Acknowledger options of cases, and the equivalent options of the queue.
 ACTIONS: Mapping[str, Action] = {name: Action(action) for name, action in CONFIGURABLE.items()}
 
 
 @options
 class CaseProducer(SqliteProducer):
-    """The embedded queue, which is filled by the steps of a case."""
+    """A producer of the embedded queue that executes a case's steps."""
 
     actions: ClassVar[Mapping[str, Action]] = ACTIONS
 
     def source(self, env: ProducerEnv) -> Source:
-        return _Source(SqliteProducer.source(self, env), FEEDS[self.queue])
+        return _FeedingSource(SqliteProducer.source(self, env), FEEDS[self.queue])
 
 
-class _Source:
-    """Sends what the case sends next, then receives."""
+class _FeedingSource:
+    """Executes the case's next steps before each receive."""
 
     def __init__(self, source: Source, feed: Feed) -> None:
         self._source = source
@@ -44,7 +44,7 @@ class _Source:
         return self._source.lease
 
     def receive(self, demand: int, *, timeout: float) -> Sequence[Message]:
-        self._feed.go_on()
+        self._feed.advance()
         return self._source.receive(demand, timeout=0.0)
 
     def secure(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -57,47 +57,49 @@ class _Source:
         self._source.close()
 
 
-#: Queue → the steps of its case.
+#: The feeds by queue.
 FEEDS: dict[str, Feed] = {}
 
 
 class Feed:
-    """The steps of a case, taken as the process task asks for messages."""
+    """Executes the steps of a case as the process task receives."""
 
-    def __init__(self, case: Case, queue: SqliteQueue, clock: ManualClock, seen: Observed) -> None:
+    def __init__(
+        self, case: Case, queue: SqliteQueue, clock: ManualClock, observed: Observed
+    ) -> None:
         self._producer: dict[str, Any] = case["given"].get("producer") or {}
         self._queue = queue
         self._clock = clock
-        self._seen = seen
+        self._seen = observed
         self._steps = deque(
             (kind, value) for step in case["given"]["steps"] for kind, value in step.items()
         )
         #: Message id → the case's message.
         self.sent: dict[str, dict[str, Any]] = {}
         self._passed = 0.0
-        # What passes before the first message passes before the run.
+        # Time before the first message passes before the run.
         while self._steps and self._steps[0][0] not in (*MESSAGES, "drain"):
-            self._take(*self._steps.popleft())
+            self._apply_step(*self._steps.popleft())
 
-    def go_on(self) -> None:
-        """Takes steps until there is a message to receive, or none will come."""
+    def advance(self) -> None:
+        """Executes steps until a message is ready, or no step is left."""
         self._clock.advance(self._passed)
         self._passed = 0.0
         while self._steps and self._steps[0][0] == "checkpoint":
-            self._take(*self._steps.popleft())
+            self._apply_step(*self._steps.popleft())
         if self._steps and self._steps[0][0] == "reset_rate_limit":
             self._steps.popleft()  # the task has waited for the interval's end
         while self._steps and not self._ready():
-            self._take(*self._steps.popleft())
+            self._apply_step(*self._steps.popleft())
 
     def after(self) -> None:
-        """Sends what comes too late for the run."""
+        """Sends the messages that arrive after the run."""
         self._send(self._producer.get("after_drain", []))
 
     def _ready(self) -> bool:
         return self._queue.depth().ready > 0
 
-    def _take(self, kind: str, value: Any) -> None:
+    def _apply_step(self, kind: str, value: Any) -> None:
         match kind:
             case "push" | "produce":
                 self._send(value)
@@ -116,17 +118,17 @@ class Feed:
             case "reset_rate_limit":
                 self._clock.advance(self._producer["rate_limiting"]["interval"] / 1000)
             case other:
-                raise ValueError(f"the runner knows no step {other!r}")
+                raise ValueError(f"unknown step {other!r}")
 
     def _send(self, specs: list[dict[str, Any]]) -> None:
         ids = self._queue.send([json.dumps(spec).encode() for spec in specs])
         self.sent.update(zip(ids, specs, strict=True))
 
 
-def received(message: Message) -> Message:
-    """A message of a case, of what was received: the transformer of its producer."""
+def to_case_message(message: Message) -> Message:
+    """Converts a received message to the case's message: the producer's transformer."""
     spec = json.loads(message.data)
-    made = Message(
+    case_message = Message(
         spec["data"],
         metadata=spec.get("metadata", {}),
         acknowledger=message.acknowledger,
@@ -140,4 +142,4 @@ def received(message: Message) -> Message:
         position=message.position,
         size=message.size,
     )
-    return wrap(made) if spec.get("raw") else made
+    return wrap(case_message) if spec.get("raw") else case_message

@@ -1,4 +1,4 @@
-"""The parts of a case that the ways through staging can carry."""
+"""The cases that the runners with staging support."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from tests.conformance.observed import Case
 
-#: Seconds that the oracle let pass in each step, and beyond each ``elapse_ms``.
+#: Seconds that passed in each recorded step, and in addition to each ``elapse_ms``.
 STEP, MARGIN = 0.040, 0.060
 
-#: The steps that bring messages.
+#: The steps that send messages.
 MESSAGES = ("push", "produce", "produce_raw")
 
-#: What cases configure → what the queue then does.  ``reject`` is the word of an acknowledger of
-#: theirs; here such a message is left in the queue, which no other is.
+#: Acknowledger options of cases, and the queue's actions.  ``reject`` is an option of the cases'
+#: acknowledger; here the message stays in the queue, unlike all others.
 CONFIGURABLE = {
     "ack": "ack",
     "retry": "retry",
@@ -25,12 +25,12 @@ CONFIGURABLE = {
 
 
 def steps_of(case: Case) -> list[tuple[str, Any]]:
-    """The steps of a case: kind and value."""
+    """Returns the kinds and values of a case's steps."""
     return [(kind, value) for step in case["given"]["steps"] for kind, value in step.items()]
 
 
 def operations(value: Any) -> Iterator[dict[str, Any]]:
-    """All operations in a part of a case."""
+    """Yields all operations in a part of a case."""
     if isinstance(value, dict):
         if "op" in value:
             yield value
@@ -42,7 +42,7 @@ def operations(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def changed_when_settled(value: Any) -> bool:
-    """Whether a rule in a part of a case changes the data of what it acknowledges at once."""
+    """Returns whether a rule changes the data of a message that it acknowledges immediately."""
     if isinstance(value, dict):
         names = {op["op"] for op in value.get("do", [])}
         return ("ack_immediately" in names and bool({"put_data", "add"} & names)) or any(
@@ -52,10 +52,10 @@ def changed_when_settled(value: Any) -> bool:
 
 
 def flushes_last(case: Case) -> bool:
-    """Whether a batch's timeout may pass after the last message of its batcher.
+    """Returns whether a batch's timeout may pass after the last message of its batcher.
 
-    Staged messages are batched by their arrival times, so the end of input closes such
-    a batch, with trigger ``flush``.
+    Staged messages are batched by their arrival times, so the end of input closes such a batch,
+    with the trigger ``flush``.
     """
     passed: float | None = None
     for kind, value in steps_of(case):
@@ -68,7 +68,7 @@ def flushes_last(case: Case) -> bool:
 
 
 def not_by_operators(case: Case) -> str:
-    """Why the operators cannot run a case; empty if they can."""
+    """Returns why the operators cannot run a case; empty if they can."""
     if case["given"].get("no_handle_batch"):
         return "refused when the DAG is parsed"
     given, steps = case["given"], steps_of(case)
@@ -104,9 +104,9 @@ def _configurable(given: dict[str, Any]) -> bool:
     )
 
 
-# -- in Spark --------------------------------------------------------------------------------------
+# -- Spark -----------------------------------------------------------------------------------------
 
-#: The areas whose cases are batches of the one Spark application.
+#: The areas whose cases run in the Spark application.
 SPARK_AREAS = (
     "ack_immediately",
     "acknowledger",
@@ -118,18 +118,18 @@ SPARK_AREAS = (
     "partition_by",
 )
 
-#: What a ``handle_batch`` that gets a DataFrame can do with its messages.
+#: The operations that a ``handle_batch`` with a DataFrame supports.
 _OF_ROWS = {"drop", "exit", "fail", "raise", "raise_if_any", "return", "set_status_error"}
 
 
 def not_by_spark(case: Case) -> str:
-    """Why a case cannot be batches of the Spark application; empty if it can."""
+    """Returns why the Spark application cannot run a case; empty if it can."""
     inputs = case["given"]
     if case["area"] not in SPARK_AREAS:
         return "of another area"
-    why_not = not_by_operators(case)
-    if why_not:
-        return why_not
+    skip_reason = not_by_operators(case)
+    if skip_reason:
+        return skip_reason
     if inputs.get("no_handle_batch"):
         return "the cases share a class, and it has handle_batch"
     if any(op["op"] == "reverse" for op in operations(inputs.get("prepare_messages") or {})):
@@ -154,7 +154,7 @@ def _acks_in_spark(given: dict[str, Any]) -> bool:
 
 
 def _is_a_list(case: Case) -> bool:
-    """Whether the chunks of a case may as well be batches: one list, of one key."""
+    """Returns whether the chunks of a case are equivalent to batches: one list with one key."""
     pushes = [value for kind, value in steps_of(case) if kind in MESSAGES]
     return len(pushes) == 1 and not any(
         {"batch_key", "batch_mode"} & spec.keys() for spec in pushes[0]
@@ -162,18 +162,18 @@ def _is_a_list(case: Case) -> bool:
 
 
 def spark_case(case: Case) -> Case:
-    """A case with batchers as it is; one without gets a batcher.
+    """Returns a case with at least one batcher.
 
-    If its ``handle_message`` only fails messages of one list, ``handle_batch`` does that instead:
-    what the stage then does with them is the same in both.  Otherwise what succeeded goes through a
-    batch.
+    A case without batchers gets one.  If its ``handle_message`` only fails messages of one list,
+    ``handle_batch`` fails them instead, which is equivalent.  Otherwise successful messages go
+    through a batch.
     """
     inputs = case["given"]
     if inputs.get("batchers"):
         return case
     options = inputs.get("processor", {})
     most = options.get("max_demand", 10)
-    # As many as a chunk has, so that handle_failed is called with the same messages.
+    # The size of a chunk, so that handle_failed is called with the same messages.
     size = most - options.get("min_demand", most // 2)
     moved = {**inputs, "batchers": [{"name": "default", "batch_size": size}]}
     rules = inputs.get("handle_message", [])

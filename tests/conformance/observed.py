@@ -1,4 +1,4 @@
-"""The observations of a case's run, and their comparison with the expectation."""
+"""The observations of a case's run, and their comparison with the expected ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from airflow_broadway import Message
 
 Case = dict[str, Any]
 
-#: The value of a batch's key that a way cannot observe.
+#: The value of a batch key that a runner cannot observe.
 ANY = "*"
 
 
 @contextmanager
 def logged(level: int = logging.WARNING) -> Iterator[list[str]]:
-    """Collects what the package logs from a level on."""
+    """Collects the package's log messages from a level on."""
     texts: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -34,7 +34,7 @@ def logged(level: int = logging.WARNING) -> Iterator[list[str]]:
 
 @dataclass
 class Observed:
-    """The observations of a case.  ``None``: this way cannot observe it, so it is not compared."""
+    """The observations of a case; ``None`` is not compared: the runner cannot observe it."""
 
     acks: list[dict[str, Any]] | None = field(default_factory=list)
     acks_total: dict[str, dict[str, list[Any]]] | None = None
@@ -49,24 +49,24 @@ class Observed:
     sequence: list[Any] | None = field(default_factory=list)
     errors: list[str] | None = field(default_factory=list)
     ack_calls_that_raised: list[Any] | None = field(default_factory=list)
-    #: (data, reason) of the messages that failed, where the broker keeps no more.
+    #: (data, reason) of failed messages, if the broker keeps no more.
     reasons: list[tuple[Any, str]] | None = None
-    #: Fields whose order this way does not keep; ``"batchers"``: that between batchers.
+    #: Fields that the runner does not order; ``"batchers"``: batches of different batchers.
     unordered: frozenset[str] = frozenset()
-    #: Events that this way does not emit.
+    #: Events that the runner does not emit.
     silent: frozenset[str] = frozenset()
-    #: Whether what a timeout would have closed after the last message is closed by the end.
+    #: Whether the end of input closes batches that a timeout would have closed.
     flushes_last: bool = False
 
     def totals(self) -> dict[str, dict[str, list[Any]]] | None:
-        """The acks summed per ref; ``None`` if this way cannot observe them."""
+        """The acks by ref; ``None`` if the runner cannot observe them."""
         if self.acks_total is not None or self.acks is None:
             return self.acks_total
         return totals_of(self.acks)
 
 
 def totals_of(acks: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
-    """Acks summed per ref."""
+    """Merges acks by ref."""
     totals: dict[str, dict[str, list[Any]]] = {}
     for ack in acks:
         total = totals.setdefault(str(ack["ack_ref"]), {"successful": [], "failed": []})
@@ -76,7 +76,7 @@ def totals_of(acks: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
 
 
 def freeze(value: Any) -> Any:
-    """A JSON value as something hashable, for batch keys."""
+    """Converts a JSON value to a hashable one, for batch keys."""
     if isinstance(value, list):
         return tuple(map(freeze, value))
     if isinstance(value, dict):
@@ -85,20 +85,20 @@ def freeze(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON would show it."""
+    """Converts a value to JSON values."""
     return json.loads(json.dumps(value, default=str))
 
 
 def status_of(message: Message) -> list[Any]:
-    """A status as cases write it."""
+    """Returns a message's status in the cases' format."""
     kind, reason, _ = message.status
     if kind == "ok":
         return ["ok"]
     return [kind, str(reason) if isinstance(reason, BaseException) else reason]
 
 
-#: Broadway's own words, and ours for the same.
-_WORDS = [
+#: Patterns of Broadway's error texts and of the package's equivalent texts.
+_EQUIVALENT_TEXTS = [
     (
         r"expected a Broadway\.Message from handle_message/3, got (.+)",
         r"expected a Message from handle_message, got: (.+)",
@@ -123,7 +123,7 @@ _WORDS = [
         r"handle_batch/4 must return a list of .+ structs, got: (.+)",
         r"handle_batch must return a list of messages, got: (.+)",
     ),
-    # A DataFrame's handle_batch returns no messages; these are its wrong returns.
+    # Errors of handle_batch with a DataFrame, which returns no messages.
     (
         r"handle_batch/4 must return a list of .+ structs, but one element was: (.+)",
         r"handle_batch returned list \[(?:.+, )?(.+?)\]; on Spark it returns .+",
@@ -140,30 +140,30 @@ _WORDS = [
 ]
 
 
-def same_reason(expected: str, got: Any) -> bool:
-    """Whether a reason is the one expected: the case's own words exactly, Broadway's in ours."""
-    if expected == got or expected == json.dumps(got):
+def same_reason(expected: str, actual: Any) -> bool:
+    """Returns whether a reason equals the expected one, or is the equivalent of Broadway's text."""
+    if expected == actual or expected == json.dumps(actual):
         return True
-    for theirs, ours in _WORDS:
-        match = re.fullmatch(theirs, expected)
-        own = re.fullmatch(ours, str(got), re.DOTALL)
-        if match is not None and own is not None and _words(match) == _words(own):
+    for broadway_text, own_text in _EQUIVALENT_TEXTS:
+        match = re.fullmatch(broadway_text, expected)
+        own = re.fullmatch(own_text, str(actual), re.DOTALL)
+        if match is not None and own is not None and _captured_words(match) == _captured_words(own):
             return True
     return False
 
 
-def _words(match: re.Match[str]) -> list[str]:
+def _captured_words(match: re.Match[str]) -> list[str]:
     return [re.sub(r"[:'\"]", "", group) for group in match.groups()]
 
 
-def differences(case: Case, seen: Observed) -> list[str]:
+def differences(case: Case, observed: Observed) -> list[str]:
     """Returns the differences from the case's expectation or its accepted alternative."""
-    differences_ = _differences(case, case["expect"], seen)
+    differences_ = _differences(case, case["expect"], observed)
     alternative = alternative_of(case)
     if differences_ and alternative is not None:
-        if not _differences(case, alternative, seen):
+        if not _differences(case, alternative, observed):
             return []
-        differences_.append("(nor is it the accepted alternative)")
+        differences_.append("(the accepted alternative differs as well)")
     return differences_
 
 
@@ -173,24 +173,24 @@ def alternative_of(case: Case) -> dict[str, Any] | None:
     if "acks" not in alternative:
         return None
     expect = {**case["expect"], "acks_total": totals_of(alternative["acks"]), **alternative}
-    left_out = ("sequence", "errors", "never_acked", "why")
-    return {name: value for name, value in expect.items() if name not in left_out}
+    skipped = ("sequence", "errors", "never_acked", "why")
+    return {name: value for name, value in expect.items() if name not in skipped}
 
 
-def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str]:
+def _differences(case: Case, expect: dict[str, Any], observed: Observed) -> list[str]:
     differences: list[str] = []
 
     def unordered(name: str) -> bool:
-        return bool(case.get("unordered")) or name in seen.unordered
+        return bool(case.get("unordered")) or name in observed.unordered
 
-    def check(name: str, wanted: Any, got: Any, equal: str) -> None:
-        if got is None:
+    def check(name: str, expected: Any, actual: Any, equal: str) -> None:
+        if actual is None:
             return
-        got = plain(got)
-        if not getattr(_Comparer(unordered(name)), equal)(wanted, got):
+        actual = plain(actual)
+        if not getattr(_Comparer(unordered(name)), equal)(expected, actual):
             differences.append(
                 f"{name}{' (in any order)' if unordered(name) else ''}:\n"
-                f"  expected {json.dumps(wanted)}\n  got      {json.dumps(got)}"
+                f"  expected {json.dumps(expected)}\n  got      {json.dumps(actual)}"
             )
 
     for name in (
@@ -202,57 +202,57 @@ def _differences(case: Case, expect: dict[str, Any], seen: Observed) -> list[str
         "errors",
     ):
         if name in expect:
-            check(name, expect[name], getattr(seen, name), "lists")
+            check(name, expect[name], getattr(observed, name), "lists")
     if "checkpoints" in expect:
-        check("checkpoints", expect["checkpoints"], seen.checkpoints, "exactly")
+        check("checkpoints", expect["checkpoints"], observed.checkpoints, "exactly")
     if "acks" in expect:
-        check("acks", expect["acks"], seen.acks, "acks")
-        if seen.reasons is not None:
-            check("reasons", _failed_statuses(expect["acks"]), seen.reasons, "reasons")
+        check("acks", expect["acks"], observed.acks, "acks")
+        if observed.reasons is not None:
+            check("reasons", _failed_statuses(expect["acks"]), observed.reasons, "reasons")
     if "acks_total" in expect:
-        check("acks_total", expect["acks_total"], seen.totals(), "totals")
-    if "handle_message_columns" in expect and seen.handle_message is not None:
-        # One processor's messages are in order, independently of the others.
-        wanted, got = expect["handle_message"], seen.handle_message
-        check("handle_message of each processor", _lanes(wanted), _lanes(got), "exactly")
-    if "batches" in expect and seen.batches is not None:
-        wanted, got = expect["batches"], seen.batches
-        # Batches of one partition, or else of one key, are in order.
-        check("batches of each lane", _lanes(wanted), _lanes(got), "exactly")
-        if "batchers" in seen.unordered:
-            wanted, got = _by_batcher(wanted), _by_batcher(got)
-        check("batches", wanted, got, "flushed" if seen.flushes_last else "subsets")
+        check("acks_total", expect["acks_total"], observed.totals(), "totals")
+    if "handle_message_columns" in expect and observed.handle_message is not None:
+        # The messages of one processor are ordered.
+        expected, actual = expect["handle_message"], observed.handle_message
+        check("handle_message of each processor", _lanes(expected), _lanes(actual), "exactly")
+    if "batches" in expect and observed.batches is not None:
+        expected, actual = expect["batches"], observed.batches
+        # The batches of one partition, or of one key, are ordered.
+        check("batches of each lane", _lanes(expected), _lanes(actual), "exactly")
+        if "batchers" in observed.unordered:
+            expected, actual = _by_batcher(expected), _by_batcher(actual)
+        check("batches", expected, actual, "flushed" if observed.flushes_last else "subsets")
     if "handle_failed_status" in expect:
         check(
             "handle_failed_status",
             expect["handle_failed_status"],
-            seen.handle_failed_status,
+            observed.handle_failed_status,
             "status_lists",
         )
     if "telemetry" in expect:
-        events = [event for event in expect["telemetry"] if event["event"] not in seen.silent]
-        check("telemetry", events, seen.telemetry, "subsets")
+        events = [event for event in expect["telemetry"] if event["event"] not in observed.silent]
+        check("telemetry", events, observed.telemetry, "subsets")
     if "sequence" in expect and not case.get("unordered"):
-        check("sequence", expect["sequence"], seen.sequence, "lists")
-    totals = seen.totals()
+        check("sequence", expect["sequence"], observed.sequence, "lists")
+    totals = observed.totals()
     if "never_acked" in expect and totals is not None:
         acked = [item for total in totals.values() for one in total.values() for item in one]
         wrongly = [data for data in expect["never_acked"] if data in plain(acked)]
         if wrongly:
-            differences.append(f"never_acked: acknowledged all the same: {wrongly}")
+            differences.append(f"never_acked: acknowledged nevertheless: {wrongly}")
     return differences
 
 
-def _same_status(wanted: list[Any], got: list[Any]) -> bool:
-    """Whether a status is the one expected; one without a reason has none."""
-    kind, reason = [*got, None][:2]
-    if len(wanted) != 2:
-        return wanted == [kind] and reason is None
-    return bool(wanted[0] == kind and same_reason(wanted[1], reason))
+def _same_status(expected: list[Any], actual: list[Any]) -> bool:
+    """Returns whether a status equals the expected one."""
+    kind, reason = [*actual, None][:2]
+    if len(expected) != 2:
+        return expected == [kind] and reason is None
+    return bool(expected[0] == kind and same_reason(expected[1], reason))
 
 
 def _failed_statuses(acks: list[dict[str, Any]]) -> list[list[Any]]:
-    """(data, status) of each failed message; of one without a status nothing is expected."""
+    """Returns (data, status) of each failed message with an expected status."""
     return [
         [data, status]
         for ack in acks
@@ -263,7 +263,7 @@ def _failed_statuses(acks: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def _lanes(rows: list[Any]) -> dict[str, list[Any]]:
-    """Data of (data, processor) rows, or of batches, by what keeps its order."""
+    """Groups the data of (data, processor) rows, or batches, by their ordered lane."""
     lanes: dict[str, list[Any]] = {}
     for row in rows:
         if isinstance(row, dict):
@@ -280,100 +280,102 @@ def _by_batcher(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Comparer:
-    """Equality as the case means it: in order or not, reasons in either's words."""
+    """Compares expected and actual values, ordered or not, with equivalent error texts."""
 
     def __init__(self, unordered: bool) -> None:
         self._unordered = unordered
 
-    def exactly(self, wanted: Any, got: Any) -> bool:
-        return bool(wanted == got)
+    def exactly(self, expected: Any, actual: Any) -> bool:
+        return bool(expected == actual)
 
-    def lists(self, wanted: list[Any], got: list[Any]) -> bool:
-        return self._pairs(wanted, got, self.exactly)
+    def lists(self, expected: list[Any], actual: list[Any]) -> bool:
+        return self._pairs(expected, actual, self.exactly)
 
-    def subsets(self, wanted: list[Any], got: list[Any]) -> bool:
+    def subsets(self, expected: list[Any], actual: list[Any]) -> bool:
         def holds(one: dict[str, Any], other: dict[str, Any]) -> bool:
             return all(name in other and other[name] in (value, ANY) for name, value in one.items())
 
-        return self._pairs(wanted, got, holds)
+        return self._pairs(expected, actual, holds)
 
-    def flushed(self, wanted: list[Any], got: list[Any]) -> bool:
-        """As :meth:`subsets`, but for batches that the end closed in place of a timeout."""
+    def flushed(self, expected: list[Any], actual: list[Any]) -> bool:
+        """Compares like :meth:`subsets`; the end of input may close a batch before its timeout."""
 
         def holds(one: dict[str, Any], other: dict[str, Any]) -> bool:
             triggers = one.get("trigger"), other["trigger"]
             one = {**one, "trigger": "flush"} if triggers == ("timeout", "flush") else one
             return self.subsets([one], [other])
 
-        return self._pairs(wanted, got, holds)
+        return self._pairs(expected, actual, holds)
 
-    def acks(self, wanted: list[Any], got: list[Any]) -> bool:
+    def acks(self, expected: list[Any], actual: list[Any]) -> bool:
         def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
             return all(
                 one[name] == other[name] for name in ("ack_ref", "successful", "failed")
-            ) and (  # an alternative names none
+            ) and (  # an alternative may have no statuses
                 "failed_status" not in one
                 or self.statuses(one["failed_status"], other.get("failed_status"))
             )
 
-        return self._pairs(wanted, got, equal)
+        return self._pairs(expected, actual, equal)
 
-    def totals(self, wanted: dict[str, Any], got: dict[str, Any]) -> bool:
+    def totals(self, expected: dict[str, Any], actual: dict[str, Any]) -> bool:
         def order(values: list[Any]) -> list[Any]:
             return sorted(values, key=json.dumps) if self._unordered else values
 
-        return wanted.keys() == got.keys() and all(
-            order(wanted[ref][kind]) == order(got[ref][kind])
-            for ref in wanted
+        return expected.keys() == actual.keys() and all(
+            order(expected[ref][kind]) == order(actual[ref][kind])
+            for ref in expected
             for kind in ("successful", "failed")
         )
 
-    def reasons(self, wanted: list[Any], got: list[Any]) -> bool:
-        """Whether each message that failed did so for a reason that is expected of it."""
+    def reasons(self, expected: list[Any], actual: list[Any]) -> bool:
+        """Returns whether every failed message has one of its expected reasons."""
 
         def equal(one: list[Any], other: list[Any]) -> bool:
             (data, status), (failed, reason) = one, other
             if data != failed or status is None:
                 return bool(data == failed)
-            if len(status) == 1:  # a failure that bears no reason
+            if len(status) == 1:  # a failure without a reason
                 return bool(reason == "")
             # An exception's text begins with its type.
             words = [reason, reason.partition(": ")[2]] if status[0] == "error" else [reason]
-            if status[0] == "exit":  # with its kind, which distinguishes it from a user's text
+            if status[0] == "exit":  # the kind distinguishes it from a user's text
                 words = [reason.partition("SystemExit: ")[2]]
             return any(same_reason(str(status[1]), word) for word in words)
 
-        left = list(wanted)
-        for one in got:
-            index = next((i for i, element in enumerate(left) if equal(element, one)), None)
+        remaining = list(expected)
+        for one in actual:
+            index = next((i for i, element in enumerate(remaining) if equal(element, one)), None)
             if index is None:
                 return False
-            del left[index]
+            del remaining[index]
         return True
 
-    def statuses(self, wanted: list[Any], got: list[Any] | None) -> bool:
-        if got is None:  # this way knows no statuses
+    def statuses(self, expected: list[Any], actual: list[Any] | None) -> bool:
+        if actual is None:  # the runner does not observe statuses
             return True
-        return len(wanted) == len(got) and all(map(_same_status, wanted, got))
+        return len(expected) == len(actual) and all(map(_same_status, expected, actual))
 
-    def status_lists(self, wanted: list[Any], got: list[Any]) -> bool:
-        return self._pairs(wanted, got, self.statuses)
+    def status_lists(self, expected: list[Any], actual: list[Any]) -> bool:
+        return self._pairs(expected, actual, self.statuses)
 
-    def _pairs(self, wanted: list[Any], got: list[Any], equal: Callable[[Any, Any], bool]) -> bool:
-        if len(wanted) != len(got):
+    def _pairs(
+        self, expected: list[Any], actual: list[Any], equal: Callable[[Any, Any], bool]
+    ) -> bool:
+        if len(expected) != len(actual):
             return False
         if not self._unordered:
-            return all(map(equal, wanted, got))
-        # Those that are the same to the letter first: others may be taken for more than one.
-        left, others = list(got), []
-        for one in wanted:
-            if one in left:
-                left.remove(one)
+            return all(map(equal, expected, actual))
+        # Exact matches first, because other elements may match more than one.
+        remaining, others = list(actual), []
+        for one in expected:
+            if one in remaining:
+                remaining.remove(one)
             else:
                 others.append(one)
         for one in others:
-            index = next((i for i, other in enumerate(left) if equal(one, other)), None)
+            index = next((i for i, other in enumerate(remaining) if equal(one, other)), None)
             if index is None:
                 return False
-            del left[index]
+            del remaining[index]
         return True

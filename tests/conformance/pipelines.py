@@ -1,4 +1,4 @@
-"""The pipeline that a case describes: its options, and callbacks that follow its rules."""
+"""The pipeline of a case: its options, and callbacks that apply its rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conformance.observed import Case, Observed, freeze, status_of
 
 
 def needs_throw(value: Any) -> bool:
-    """Whether a case, or a part of it, has a ``throw``."""
+    """Returns whether a part of a case contains a ``throw``."""
     if isinstance(value, dict):
         return value.get("op") == "throw" or any(map(needs_throw, value.values()))
     return isinstance(value, list) and any(map(needs_throw, value))
@@ -24,11 +24,11 @@ def needs_throw(value: Any) -> bool:
 # -- rules -----------------------------------------------------------------------------------------
 
 
-class Missing:
+class DroppedMessage:
     """The placeholder that ``drop`` leaves for a message."""
 
 
-DROP = Missing()
+DROP = DroppedMessage()
 
 
 def _holds(when: dict[str, Any], message: Message) -> bool:
@@ -47,7 +47,7 @@ def _holds(when: dict[str, Any], message: Message) -> bool:
 
 
 def apply_rules(rules: list[dict[str, Any]], message: Message) -> Any:
-    """The message as the first rule that holds for it leaves it."""
+    """Applies the first matching rule to a message; returns the result."""
     for rule in rules:
         if _holds(rule["when"], message):
             result: Any = message
@@ -92,7 +92,7 @@ def _do(op: dict[str, Any], message: Message) -> Any:
         case "drop":
             return DROP
         case other:
-            raise ValueError(f"the runner knows no operation {other!r}")
+            raise ValueError(f"unknown operation {other!r}")
 
 
 def apply_callback(spec: dict[str, Any], messages: list[Message]) -> Any:
@@ -118,7 +118,7 @@ def apply_callback(spec: dict[str, Any], messages: list[Message]) -> Any:
             case "ack_immediately":
                 result = ack_immediately(result)
             case other:
-                raise ValueError(f"the runner knows no operation {other!r}")
+                raise ValueError(f"unknown operation {other!r}")
     return result
 
 
@@ -126,19 +126,19 @@ def apply_callback(spec: dict[str, Any], messages: list[Message]) -> Any:
 
 
 def partition_function(spec: dict[str, Any] | None) -> Callable[[Message], int] | None:
-    """The function that a case's ``partition_by`` names."""
+    """Returns the function of a case's ``partition_by``."""
     if spec is None:
         return None
     if spec["fn"] == "data":
         return lambda message: int(message.data)
     if spec["fn"] == "bucket_le":
         return lambda message: 0 if message.data <= spec["n"] else 1
-    raise ValueError(f"the runner knows no function {spec['fn']!r}")
+    raise ValueError(f"unknown function {spec['fn']!r}")
 
 
 def _splitter(spec: dict[str, Any]) -> tuple[Any, Callable[[Message, Any], tuple[str, Any]]]:
     if spec["fn"] != "countdown":
-        raise ValueError(f"the runner knows no splitter {spec['fn']!r}")
+        raise ValueError(f"unknown splitter {spec['fn']!r}")
 
     def split(message: Message, acc: Any) -> tuple[str, Any]:
         left = acc - message.data * spec.get("weight", 1)
@@ -147,7 +147,7 @@ def _splitter(spec: dict[str, Any]) -> tuple[Any, Callable[[Message, Any], tuple
     return spec["init"], split
 
 
-#: A batcher's defaults with any engine.
+#: The defaults of a batcher.
 _BATCHER = {"batch_size": 100, "batch_bytes": None, "batch_timeout": 1.0}
 
 
@@ -167,14 +167,14 @@ def _batcher(spec: dict[str, Any], engine: str) -> Batcher:
 
 
 def wrap(event: Message) -> Message:
-    """The one transformer that cases have."""
+    """Wraps the data: the only transformer of the cases."""
     if event.data == "kill":
         raise RuntimeError("Error raised")
     return event.put_data(f"{event.data} transformed")
 
 
 def rate_limiting(spec: dict[str, Any]) -> RateLimiting:
-    """The rate limit of a case's producer."""
+    """Returns the rate limit of a case's producer."""
     return RateLimiting(allowed_messages=spec["allowed_messages"], interval=spec["interval"] / 1000)
 
 
@@ -190,9 +190,9 @@ def _producer(spec: dict[str, Any]) -> DummyProducer:
 
 
 def class_attributes(case: Case, *, engine: str = "python", prefix: str = "") -> dict[str, Any]:
-    """The options of a case, as attributes of a pipeline class.
+    """Returns the options of a case as attributes of a pipeline class.
 
-    :param prefix: Of the names of batchers.
+    :param prefix: The prefix of the batchers' names.
     """
     inputs = case["given"]
     processor = dict(inputs.get("processor", {}))
@@ -217,8 +217,8 @@ def class_attributes(case: Case, *, engine: str = "python", prefix: str = "") ->
 # -- the pipeline ----------------------------------------------------------------------------------
 
 
-class Followed:
-    """Told of each message that a callback gets, and of what it returned."""
+class CallbackObserver:
+    """Observes the arguments and results of callbacks."""
 
     def entered(self, messages: list[Message]) -> None:
         return None
@@ -231,20 +231,20 @@ class Followed:
         return message
 
 
-def make_pipeline(case: Case, seen: Observed) -> Broadway:
-    """The pipeline of a case; its callbacks and acks go to ``seen``."""
-    return make_class(case, seen, class_attributes(case), Followed())()
+def make_pipeline(case: Case, observed: Observed) -> Broadway:
+    """Creates the pipeline of a case; records its callbacks and acks in ``observed``."""
+    return make_class(case, observed, class_attributes(case), CallbackObserver())()
 
 
 def make_class(
-    case: Case, seen: Observed, attributes: dict[str, Any], followed: Followed
+    case: Case, observed: Observed, attributes: dict[str, Any], followed: CallbackObserver
 ) -> type[Broadway]:
-    """The pipeline class of a case.
+    """Creates the pipeline class of a case.
 
-    :param attributes: Its options; callbacks are added.
+    :param attributes: The options of the class.
     """
     inputs = case["given"]
-    sequence = seen.sequence if seen.sequence is not None else []
+    sequence = observed.sequence if observed.sequence is not None else []
 
     def note(entry: list[Any], into: list[Any] | None, value: Any) -> None:
         sequence.append(entry)
@@ -258,7 +258,7 @@ def make_class(
         return returned
 
     def handle_message(self: Broadway, processor: str, message: Message, context: Any) -> Any:
-        note(["handle_message", message.data], seen.handle_message, message.data)
+        note(["handle_message", message.data], observed.handle_message, message.data)
         followed.entered([message])
         returned = followed.routed(apply_rules(inputs.get("handle_message", []), message))
         followed.returned("handle_message", 1, [returned])
@@ -266,21 +266,21 @@ def make_class(
 
     def prepare_messages(self: Broadway, messages: list[Message], context: Any) -> Any:
         data = [message.data for message in messages]
-        note(["prepare_messages", data], seen.prepare_messages, data)
+        note(["prepare_messages", data], observed.prepare_messages, data)
         return called("prepare_messages", messages)
 
     def handle_failed(self: Broadway, messages: list[Message], context: Any) -> Any:
         data = [message.data for message in messages]
-        note(["handle_failed", data], seen.handle_failed, data)
-        if seen.handle_failed_status is not None:
-            seen.handle_failed_status.append([status_of(message) for message in messages])
+        note(["handle_failed", data], observed.handle_failed, data)
+        if observed.handle_failed_status is not None:
+            observed.handle_failed_status.append([status_of(message) for message in messages])
         return called("handle_failed", messages)
 
     def handle_batch(
         self: Broadway, batcher: str, messages: list[Message], info: BatchInfo, context: Any
     ) -> Any:
-        batch = batch_seen(batcher, [message.data for message in messages], info)
-        note(["handle_batch", batcher, batch["data"]], seen.batches, batch)
+        batch = describe_batch_call(batcher, [message.data for message in messages], info)
+        note(["handle_batch", batcher, batch["data"]], observed.batches, batch)
         return called("handle_batch", messages)
 
     attributes["handle_message"] = handle_message
@@ -294,8 +294,8 @@ def make_class(
     return pipeline
 
 
-def batch_seen(batcher: str, data: list[Any], info: BatchInfo) -> dict[str, Any]:
-    """A call of ``handle_batch``, as cases write it."""
+def describe_batch_call(batcher: str, data: list[Any], info: BatchInfo) -> dict[str, Any]:
+    """Returns a call of ``handle_batch`` in the cases' format."""
     return {
         "batcher": batcher,
         "batch_key": info.batch_key,
@@ -308,10 +308,10 @@ def batch_seen(batcher: str, data: list[Any], info: BatchInfo) -> dict[str, Any]
 
 
 class Recorder:
-    """The acknowledger of a case's messages: writes each call into what was seen."""
+    """An acknowledger that records its calls in the observations."""
 
-    def __init__(self, seen: Observed) -> None:
-        self._seen = seen
+    def __init__(self, observed: Observed) -> None:
+        self._seen = observed
 
     def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
         self._note("ack", self._seen.acks, ack_ref, successful, failed)
@@ -335,7 +335,7 @@ class Recorder:
 
 
 class ConfigurableRecorder(Recorder):
-    """One that can be configured."""
+    """An acknowledger with a ``configure`` function."""
 
     def configure(self, ack_ref: Any, ack_data: Any, options: dict[str, Any]) -> Any:
         if self._seen.configured is not None:
@@ -344,30 +344,30 @@ class ConfigurableRecorder(Recorder):
 
 
 class RaisingRecorder(Recorder):
-    """One that raises."""
+    """An acknowledger that raises."""
 
     def ack(self, ack_ref: Any, successful: list[Message], failed: list[Message]) -> None:
         self._note("ack_raised", self._seen.ack_calls_that_raised, ack_ref, successful, failed)
         raise PipelineError("ack failed")
 
 
-class Nothing:
-    """Something that cannot acknowledge."""
+class NoAcknowledger:
+    """An object that is not an acknowledger."""
 
 
-def acknowledgers(seen: Observed) -> dict[str, Any]:
-    """The acknowledgers that a case's messages may name."""
+def acknowledgers(observed: Observed) -> dict[str, Any]:
+    """Returns the acknowledgers of the cases by name."""
     return {
-        "recording": ConfigurableRecorder(seen),
-        "no_configure": Recorder(seen),
-        "raising": RaisingRecorder(seen),
-        "missing": Nothing(),
+        "recording": ConfigurableRecorder(observed),
+        "no_configure": Recorder(observed),
+        "raising": RaisingRecorder(observed),
+        "missing": NoAcknowledger(),
         "noop": NO_ACK.acknowledger,
     }
 
 
 def make_message(spec: dict[str, Any], known: dict[str, Any], number: int) -> Message:
-    """A message of a case."""
+    """Creates a message of a case."""
     fields: dict[str, Any] = {
         name: spec[name] for name in ("batcher", "batch_mode", "metadata") if name in spec
     }

@@ -1,8 +1,8 @@
-"""Cases through the real operators, on the embedded queue and real staging.
+"""Runs cases through the real operators, with the embedded queue and staging.
 
-A case's messages are sent while the process task receives: each step of the case is what one
-receive returns, so that chunks and instants are those of the case.  What became of each message is
-read from the queue: one that is gone was acknowledged, a dead letter failed.
+The messages are sent while the process task receives: one receive returns the messages of one step,
+so that chunks and times are those of the case.  The final state of a message is read from the
+queue: a deleted message was acknowledged, a dead letter failed.
 """
 
 from __future__ import annotations
@@ -26,40 +26,45 @@ from airflow_broadway.producers.sqlite import SqliteQueue
 from airflow_broadway.runs import ports
 from airflow_broadway.sensors.ack import BroadwayAckSensor
 from airflow_broadway.testing import ManualClock
-from tests.conformance.feed import ACTIONS, FEEDS, CaseProducer, Feed, received
+from tests.conformance.feed import ACTIONS, FEEDS, CaseProducer, Feed, to_case_message
 from tests.conformance.limits import changed_when_settled, flushes_last, operations
 from tests.conformance.observed import Case, Observed
-from tests.conformance.pipelines import Followed, class_attributes, make_class, rate_limiting
+from tests.conformance.pipelines import (
+    CallbackObserver,
+    class_attributes,
+    make_class,
+    rate_limiting,
+)
 from tests.conformance.tasks import Tasks
 
 
-class Made:
-    """The classes of cases, where a reference finds them."""
+class CaseClasses:
+    """The namespace of the cases' classes, from which they can be imported."""
 
 
-# -- what became of the messages -------------------------------------------------------------------
+# -- the final states of the messages --------------------------------------------------------------
 
 
-class Custody(Followed):
-    """Each message's last data and configuration, which no broker keeps.
+class FinalStates(CallbackObserver):
+    """Records each message's last data and configuration, which no broker keeps.
 
-    :param prefix: Of the names of batchers.
+    :param prefix: The prefix of the batchers' names.
     """
 
     def __init__(self, batchers: Sequence[str], prefix: str = "") -> None:
         self._batchers = [f"{prefix}{name}" for name in batchers]
         self._prefix = prefix
-        #: Where all messages go; empty: wherever their case sends them.
+        #: The batcher of all messages; empty: the batcher that the case sets.
         self.only = ""
         self.data: dict[str, Any] = {}
         self.configured: dict[str, dict[str, str]] = {}
-        #: Those that a callback failed.
+        #: The messages that a callback failed.
         self.failed: set[str] = set()
-        self._settled: set[str] = set()
+        self._settle: set[str] = set()
 
     def entered(self, messages: list[Message]) -> None:
         for message in messages:
-            self._keep(message)
+            self._record(message)
 
     def returned(self, callback: str, given: int, value: Any) -> None:
         if not isinstance(value, list) or not all(type(item) is Message for item in value):
@@ -69,7 +74,7 @@ class Custody(Followed):
         for message in value:
             routed = callback != "handle_message" or message.batcher in self._batchers
             if routed or not message.ok or not self._batchers:
-                self._keep(message)
+                self._record(message)
             if callback == "handle_failed" or not message.ok:
                 self.failed.add(message.message_id)
 
@@ -78,11 +83,11 @@ class Custody(Followed):
             return message
         return message.put_batcher(self._prefix + (self.only or message.batcher))
 
-    def _keep(self, message: Message) -> None:
-        if message.message_id in self._settled:
+    def _record(self, message: Message) -> None:
+        if message.message_id in self._settle:
             return
         if is_settled(message):  # by ack_immediately: final
-            self._settled.add(message.message_id)
+            self._settle.add(message.message_id)
         self.data[message.message_id] = message.data
         delivery = message.acknowledger.data
         if isinstance(delivery, Delivery):
@@ -93,11 +98,11 @@ class Custody(Followed):
 
 
 class StagedCase:
-    """One case as tasks of a run.
+    """Runs a case as tasks of a run.
 
-    :param folder: For the queue and the staging root.
-    :param engine: What runs its batches.
-    :param prefix: Of the names of its tasks and batchers.
+    :param folder: The folder of the queue and the staging root.
+    :param engine: The engine of the batchers.
+    :param prefix: The prefix of the names of tasks and batchers.
     """
 
     def __init__(
@@ -113,7 +118,7 @@ class StagedCase:
         self.case = case
         self.tasks = tasks
         self.prefix = prefix
-        self.seen = Observed(
+        self.observed = Observed(
             acks=None,
             acks_total={},
             sequence=None,
@@ -123,26 +128,26 @@ class StagedCase:
             flushes_last=flushes_last(case),
         )
         if len(case["given"].get("batchers", [])) > 0:
-            self.seen.unordered |= {"handle_failed", "handle_failed_status"}
+            self.observed.unordered |= {"handle_failed", "handle_failed_status"}
         if case["given"].get("processor", {}).get("concurrency") != 1:
-            self.seen.unordered |= {"handle_message", "prepare_messages"}
+            self.observed.unordered |= {"handle_message", "prepare_messages"}
         if any(spec.get("concurrency", 1) > 1 for spec in case["given"].get("batchers", [])):
-            self.seen.unordered |= {"batches"}
+            self.observed.unordered |= {"batches"}
         batchers = [spec["name"] for spec in case["given"].get("batchers", [])]
-        self.custody = Custody(batchers, prefix)
+        self.custody = FinalStates(batchers, prefix)
         self._staging = f"file://{folder}/staging"
-        #: Whether success and failure of some message come to the same.
+        #: Whether success and failure of a message have the same effect.
         self._alike = False
-        # Now, so that leases have their full length.
+        # The current time, so that leases have their full length.
         self._clock = ManualClock(datetime.now(UTC))
         self.queue = SqliteQueue(folder / "queue.db", f"{prefix}queue", clock=self._clock)
-        self.queue.create()  # the file of a Spark application has the queues of other cases
-        self._feed = FEEDS[self.queue.name] = Feed(case, self.queue, self._clock, self.seen)
+        self.queue.create()  # cases of the Spark application share a file
+        self._feed = FEEDS[self.queue.name] = Feed(case, self.queue, self._clock, self.observed)
         self.pipeline = self._class(engine, name)
         batch_ids = [f"{prefix}batch.{number}" for number in range(len(self.pipeline.batchers))]
         #: The tasks that the ack sensor watches.
-        self.watched = [f"{prefix}process", *batch_ids]
-        tasks.task_ids += [*self.watched, f"{prefix}ack"]
+        self.watched_tasks = [f"{prefix}process", *batch_ids]
+        tasks.task_ids += [*self.watched_tasks, f"{prefix}ack"]
 
     def _class(self, engine: str, name: str) -> type[Broadway]:
         inputs = self.case["given"]
@@ -153,20 +158,20 @@ class StagedCase:
             queue=self.queue.name,
             path=self.queue.path,
             on_failure="dead_letter",
-            transformer=received,
+            transformer=to_case_message,
             concurrency=producer.get("concurrency", 1),
             rate_limiting=rate_limiting(producer["rate_limiting"])
             if producer.get("rate_limiting")
             else None,
         )
-        return importable(
-            make_class(self.case, self.seen, attributes, self.custody), self.queue.name
+        return make_importable(
+            make_class(self.case, self.observed, attributes, self.custody), self.queue.name
         )
 
     # -- the tasks -----------------------------------------------------------------------------
 
     def process(self) -> list[Any]:
-        """The process tasks; returns their references."""
+        """Runs the process tasks; returns their references."""
         with (
             mock.patch.object(ports, "SystemClock", return_value=self._clock),
             mock.patch("airflow_broadway.adapters.host.SystemClock", return_value=self._clock),
@@ -188,7 +193,7 @@ class StagedCase:
         return references
 
     def batch(self, processed: list[Any]) -> list[Any]:
-        """The batcher tasks; returns the references of those that found a message."""
+        """Runs the batcher tasks; returns the references of those with messages."""
         results = [
             self.tasks.execute(
                 BroadwayBatcherOperator(
@@ -204,32 +209,32 @@ class StagedCase:
         return [item for item in results if item is not None]
 
     def look(self) -> Any:
-        """One look of the ack sensor: the run's summary when all tasks have ended."""
+        """Pokes the ack sensor once; returns the run's summary after all tasks have ended."""
         return self.tasks.execute(
             BroadwayAckSensor(
                 fail_when="never",
                 task_id=f"{self.prefix}ack",
                 pipeline=self.pipeline,
-                watch=self.watched,
+                watch=self.watched_tasks,
                 staging=self._staging,
             )
         )
 
     def acknowledge(self) -> Observed:
-        """The sensor's last look; then a look at the queue."""
-        return self._settled(self.look())
+        """Pokes the sensor for the last time and reads the queue."""
+        return self._settle(self.look())
 
-    def _settled(self, totals: Mapping[str, int]) -> Observed:
-        """A look at the queue, once the sum was found right."""
+    def _settle(self, totals: Mapping[str, int]) -> Observed:
+        """Checks the totals and reads the queue."""
         late = len((self.case["given"].get("producer") or {}).get("after_drain", []))
         assert totals["received"] == totals["accounted"] == len(self._feed.sent) - late
         assert not totals["lapsed"] + totals["settle_failed"] + totals["still_leased"]
-        self._look()
-        self._forget()
+        self._read_queue()
+        self._drop_unobservable()
         self.queue.close()
-        return self.seen
+        return self.observed
 
-    def _forget(self) -> None:
+    def _drop_unobservable(self) -> None:
         """Drops fields that a staged run cannot observe in this case."""
         inputs = self.case["given"]
         names = [op["op"] for op in operations(inputs)]
@@ -237,59 +242,59 @@ class StagedCase:
             {"drop", "exit", "put_batcher", "raise", "raise_if_any", "return"} & set(names)
         )
         if "append_copy_of_first" in names:
-            # A message is settled once, however often it is returned.
-            self.seen.acks_total = self.seen.reasons = None
+            # A message that is returned several times is settled once.
+            self.observed.acks_total = self.observed.reasons = None
         if changed_when_settled(inputs) or (self._alike and breaks):
-            # The queue does not keep its state or reason at settlement.
-            self.seen.acks_total = None
+            # The queue does not keep the status at settlement.
+            self.observed.acks_total = None
         if breaks or "ack_immediately" in names or names.count("configure_ack") > 1:
-            # Of what callbacks configured only the last is known, and only if they returned it.
-            self.seen.configured = None
+            # Only the last returned configuration is known.
+            self.observed.configured = None
 
     # -- the queue -----------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Say by what the queue still has how each message was settled."""
+    def _read_queue(self) -> None:
+        """Determines how each message was settled by the queue's contents."""
         letters = {
             letter.message_id: letter.reason for letter in self.queue.dead_letters(limit=None)
         }
         now = self._clock.now() + timedelta(seconds=1.0)
         assert self.queue.depth().leased == 0
-        released, left = self._ready(now), self._ready(now + timedelta(days=1))
+        released, ready_later = self._ready(now), self._ready(now + timedelta(days=1))
         configured = []
-        self.seen.reasons = []
+        self.observed.reasons = []
         for message_id, spec in self._feed.sent.items():
             if message_id in released:
                 continue
             action = Action.ACK
             if message_id in letters:
                 action = Action.DEAD_LETTER
-            elif message_id in left:
+            elif message_id in ready_later:
                 action = Action.LEAVE
             own = self.custody.configured.get(message_id, {})
             if own:
                 configured.append({"ack_ref": spec.get("ack_ref", "r"), "options": own})
             data = self.custody.data.get(message_id, spec["data"])
             kind = self._kind(message_id, action, own)
-            totals = self.seen.acks_total
+            totals = self.observed.acks_total
             if totals is not None:
                 ref = totals.setdefault(
                     str(spec.get("ack_ref", "r")), {"successful": [], "failed": []}
                 )
                 ref[kind].append(data)
             if message_id in letters:
-                self.seen.reasons.append((data, letters[message_id].replace(self.prefix, "")))
-        if self.seen.configured is not None:
-            self.seen.configured += configured
+                self.observed.reasons.append((data, letters[message_id].replace(self.prefix, "")))
+        if self.observed.configured is not None:
+            self.observed.configured += configured
 
     def _ready(self, at: datetime) -> set[str]:
-        """The messages that may be received at a time."""
+        """Returns the messages that are ready at a time."""
         with SqliteQueue(self.queue.path, self.queue.name, clock=ManualClock(at)) as queue:
             messages = queue.receive(f"looking at {at}", 1000)
             return {message.message_id for message in messages}
 
     def _kind(self, message_id: str, action: Action, own: Mapping[str, str]) -> str:
-        """Whether it was settled as successful or as failed."""
+        """Returns whether a message was settled as successful or as failed."""
         success = ACTIONS[own.get("on_success", "ack")]
         failure = ACTIONS[own.get("on_failure", "dead_letter")]
         if action is success and action is not failure:
@@ -297,27 +302,27 @@ class StagedCase:
         if action is failure and action is not success:
             return "failed"
         self._alike = True
-        assert action is success, f"{message_id}: {action}, wanted {success} or {failure}"
+        assert action is success, f"{message_id}: {action}, expected {success} or {failure}"
         return "failed" if message_id in self.custody.failed else "successful"
 
 
-def importable(made: type[Broadway], name: str) -> type[Broadway]:
-    """The class, at a place where its reference finds it."""
+def make_importable(pipeline_class: type[Broadway], name: str) -> type[Broadway]:
+    """Registers a class in :class:`CaseClasses`, so that it can be imported; returns it."""
     attribute = re.sub(r"\W", "_", name)
-    made.__module__, made.__qualname__ = __name__, f"Made.{attribute}"
-    setattr(Made, attribute, made)
-    return made
+    pipeline_class.__module__, pipeline_class.__qualname__ = __name__, f"CaseClasses.{attribute}"
+    setattr(CaseClasses, attribute, pipeline_class)
+    return pipeline_class
 
 
 class OneTask(StagedCase):
-    """One case in one task, which stages nothing."""
+    """Runs a case in one task without staging."""
 
     def __init__(self, case: Case, folder: Path, tasks: Tasks) -> None:
         super().__init__(case, folder, tasks)
-        self.seen.silent = frozenset()
+        self.observed.silent = frozenset()
 
     def run(self) -> Observed:
-        """The task of each producer; then a look at the queue."""
+        """Runs the tasks and reads the queue."""
         with (
             mock.patch.object(ports, "SystemClock", return_value=self._clock),
             mock.patch("airflow_broadway.adapters.host.SystemClock", return_value=self._clock),
@@ -339,4 +344,4 @@ class OneTask(StagedCase):
             ]
         self._feed.after()
         names = ("received", "accounted", "lapsed", "settle_failed", "still_leased")
-        return self._settled({name: sum(report[name] for report in reports) for name in names})
+        return self._settle({name: sum(report[name] for report in reports) for name in names})

@@ -1,4 +1,4 @@
-"""Tasks of one run, executed one after another without a scheduler or a metadata database."""
+"""Executes tasks of one run without a scheduler or a metadata database."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ DAG_ID = "conformance"
 
 
 class Tasks:
-    """A run: calls the ``execute`` of operators with what Airflow would give them."""
+    """A run: calls the operators' ``execute`` with a simulated context."""
 
     def __init__(self, run_id: str = "manual__1") -> None:
         self.run_id = run_id
-        #: The state of each task, which the ack sensor sees too.
+        #: The states of the tasks, for the ack sensor.
         self.states: dict[str, str] = {}
-        #: What each task that succeeded returned.
+        #: The results of successful tasks.
         self.returned: dict[str, Any] = {}
-        #: The tasks of the Dag.
+        #: The tasks of the DAG.
         self.task_ids: list[str] = []
 
     def execute(self, operator: Any, map_index: int = -1) -> Any:
-        """Runs one task; what it returned, ``None`` if it skipped itself or will look again."""
+        """Executes a task; returns its result, ``None`` if it was skipped or deferred."""
         name = operator.task_id if map_index < 0 else f"{operator.task_id}_{map_index}"
         self.states[name] = "running"
         try:
-            returned = operator.execute(self._context(operator, map_index), **_called(operator))
+            returned = operator.execute(
+                self._context(operator, map_index), **_task_runner_marker(operator)
+            )
         except AirflowSkipException:
             self.states[name] = "skipped"
             return None
@@ -52,7 +54,7 @@ class Tasks:
             map_index=map_index,
             try_number=1,
             id="00000000-0000-0000-0000-000000000000",
-            # A sensor stays at its worker while its run is young; here nothing runs next to it.
+            # A sensor blocks its worker while its run is young; here no task runs concurrently.
             start_date=datetime.now(UTC) - timedelta(minutes=2),
             get_task_states=self._task_states,
             get_dr_count=lambda dag_id, run_ids, states: 1,
@@ -68,7 +70,7 @@ class Tasks:
             data_interval_end=None,
         )
         dag = SimpleNamespace(task_ids=self.task_ids, tasks=[])
-        # All that comes is there already.
+        # No more messages will arrive.
         params = {"idle_seconds": 0.0}
         return {"ti": ti, "dag_run": dag_run, "dag": dag, "params": params}
 
@@ -80,7 +82,7 @@ class Tasks:
         ]
 
     def _task_states(self, dag_id: str, run_ids: list[str], task_ids: list[str]) -> dict[str, Any]:
-        """As of ``RuntimeTaskInstance``: map indices are part of the names."""
+        """Returns states like ``RuntimeTaskInstance``: names include map indices."""
         states: dict[str, str | None] = {}
         for task_id in task_ids:
             mapped: dict[str, str | None] = {
@@ -92,6 +94,6 @@ class Tasks:
         return dict.fromkeys(run_ids, states)
 
 
-def _called(operator: Any) -> dict[str, Any]:
-    """The marker by which an operator is called by a task runner."""
+def _task_runner_marker(operator: Any) -> dict[str, Any]:
+    """Returns the argument with which Airflow's task runner calls ``execute``."""
     return {f"{type(operator).__name__}__sentinel": ExecutorSafeguard.sentinel_value}

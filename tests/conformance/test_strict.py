@@ -1,4 +1,4 @@
-"""The comparison is strict: an expectation that is changed anywhere is met no more."""
+"""The comparison is strict: every changed expectation fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.conformance.observed import Case, Observed, alternative_of, differences
 from tests.conformance.pipelines import needs_throw
-from tests.conformance.ways import run_driven
+from tests.conformance.runners import run_driven
 
 CASES: list[Case] = [
     case
@@ -21,13 +21,12 @@ CASES: list[Case] = [
     if not needs_throw(case)
 ]
 
-#: Fields of an expectation on how it was recorded, or for readers; and those that name what must
-#: not be there, of which less is always met.
+#: Fields that are not compared, or that list forbidden values, where fewer values always pass.
 NOTES = {"handle_message_columns", "never_acked", "why"}
 
 
 def corruptions(value: Any) -> Iterator[tuple[str, Any]]:
-    """Where a part of ``value`` is changed, and ``value`` with the change."""
+    """Yields the path of each part of ``value``, and ``value`` with that part changed."""
     if isinstance(value, dict):
         for name, part in value.items():
             if name not in NOTES:
@@ -50,33 +49,35 @@ def corruptions(value: Any) -> Iterator[tuple[str, Any]]:
         yield "null", "?"
 
 
-def is_met(case: Case, seen: Observed) -> bool:
+def is_met(case: Case, observed: Observed) -> bool:
     try:
-        return not differences(case, seen)
-    except (IndexError, KeyError, TypeError, ValueError):  # it cannot be read: the case fails
+        return not differences(case, observed)
+    except (IndexError, KeyError, TypeError, ValueError):  # an invalid case fails
         return False
 
 
 @pytest.mark.parametrize("recorded", CASES, ids=lambda case: case["id"])
 def test_changed_expectations_fail(recorded, request):
-    seen = run_driven(recorded, request)
-    assert differences(recorded, seen) == []
-    # Where an alternative is what is seen, it is what is changed.
-    wanted = recorded["expect"]
+    observed = run_driven(recorded, request)
+    assert differences(recorded, observed) == []
+    # Change the alternative if that is what is observed.
+    expected = recorded["expect"]
     alone = {name: value for name, value in recorded.items() if name != "accept"}
-    if differences(alone, seen):
-        wanted = alternative_of(recorded)
+    if differences(alone, observed):
+        expected = alternative_of(recorded)
     met = [
         where
-        for where, expect in corruptions(wanted)
-        if is_met({**alone, "expect": expect}, copy.deepcopy(seen))
+        for where, expect in corruptions(expected)
+        if is_met({**alone, "expect": expect}, copy.deepcopy(observed))
     ]
     assert met == []
 
 
 def test_forbidden_acknowledgements_are_detected(request):
     [case] = [case for case in CASES if case["id"] == "hf-010"]
-    seen = run_driven(case, request)
+    observed = run_driven(case, request)
     for acked in (1, 3):
         changed = {**case, "expect": {**case["expect"], "never_acked": [acked]}}
-        assert differences(changed, seen) == [f"never_acked: acknowledged all the same: [{acked}]"]
+        assert differences(changed, observed) == [
+            f"never_acked: acknowledged nevertheless: [{acked}]"
+        ]

@@ -1,7 +1,6 @@
-"""The cases of type ``unit``: calls of the public API, each judged by what the case expects.
+"""The cases of type ``unit``: calls of the public API, compared with the case's expectation.
 
-Broadway's words are not ours; an error is the expected one if it is raised where the case says so
-and names the option that the case is about.
+Error texts differ from Broadway's: an error is the expected one if it names the option of the case.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tests.conformance.units_sqs import SQS
 
 
 class Minimal(Broadway):
-    """The base that unit cases change."""
+    """The base class of the pipelines of unit cases."""
 
     producer = DummyProducer()
 
@@ -41,14 +40,14 @@ def _pipeline(**attributes: Any) -> Broadway:
 def rate_limiting_api(case: Case) -> None:
     given, expect = case["given"], case["expect"]
     limiter = RateLimiter(None)
-    for call, wanted in zip(given["without_rate_limiting"], expect["without"], strict=True):
+    for call, expected in zip(given["without_rate_limiting"], expect["without"], strict=True):
         with pytest.raises(BroadwayError) as raised:
             _limiter_call(limiter, call)
-        if isinstance(wanted, list):
+        if isinstance(expected, list):
             assert isinstance(raised.value, PipelineError)
-            assert raised.value.code == wanted[1]
+            assert raised.value.code == expected[1]
         else:
-            [option] = re.findall(r"\[?:(\w+)\]? option|options \[:(\w+)\]", wanted)[:1]
+            [option] = re.findall(r"\[?:(\w+)\]? option|options \[:(\w+)\]", expected)[:1]
             assert isinstance(raised.value, OptionsError)
             assert raised.value.path == f"rate_limiting.{''.join(option)}"
     options = given["with"]
@@ -57,8 +56,8 @@ def rate_limiting_api(case: Case) -> None:
             allowed_messages=options["allowed_messages"], interval=options["interval"] / 1000
         )
     )
-    got = limiter.get_rate_limiting()
-    assert {**got, "interval": got["interval"] * 1000} == expect["get"]
+    actual = limiter.get_rate_limiting()
+    assert {**actual, "interval": actual["interval"] * 1000} == expect["get"]
 
 
 def _limiter_call(limiter: RateLimiter, call: str) -> None:
@@ -70,7 +69,7 @@ def _limiter_call(limiter: RateLimiter, call: str) -> None:
 
 
 def _unchecked(function: Callable[..., object], *arguments: object, **options: object) -> object:
-    """A call that a type checker would refuse."""
+    """Calls a function with arguments that a type checker would reject."""
     return function(*arguments, **options)
 
 
@@ -78,7 +77,7 @@ def _two(first: Any, second: Any) -> Any:
     return first, second
 
 
-#: Each change of the case → what does the same here, and the option that the error names.
+#: The equivalent of each variant of the case, and the option that the error names.
 CHANGES: dict[str, tuple[Callable[[], object], str]] = {
     "name = 1": (lambda: Minimal(name=1), "name"),
     "remove name": (lambda: Minimal(name=""), "name"),
@@ -144,7 +143,7 @@ def defaults(case: Case) -> None:
     batcher, processors = pipeline.batchers["default"], pipeline.processors
     import os
 
-    here = {
+    actual_defaults = {
         "shutdown": pipeline.shutdown * 1000,
         "context": pipeline.context,
         "batchers": list(Minimal().batchers),
@@ -164,7 +163,7 @@ def defaults(case: Case) -> None:
         "batch_size": batcher.batch_size,
         "max_demand // 2": processors.max_demand // 2,
     }
-    # A finite run has no supervisors, so neither their options.
+    # A run is finite, so it has no supervisor options.
     without = {
         "batchers.*.min_demand",
         "hibernate_after",
@@ -174,8 +173,8 @@ def defaults(case: Case) -> None:
     }
     for name, value in case["expect"]["defaults"].items():
         if name not in without:
-            wanted = meant.get(value, value) if isinstance(value, str) else value
-            assert here[name] == wanted, name
+            expected = meant.get(value, value) if isinstance(value, str) else value
+            assert actual_defaults[name] == expected, name
 
 
 def one_set_of_processors(case: Case) -> None:
@@ -201,7 +200,7 @@ def root_partition_by(case: Case) -> None:
 
 def prepare_for_start(case: Case) -> None:
     returns: list[Any] = [
-        # Broadway's options without a name; here a name that is none.
+        # Broadway: options without a name; here an invalid name.
         {"name": ""} if isinstance(value, list) else value
         for value in case["given"]["returns"]
     ]
@@ -232,14 +231,14 @@ def dummy_producer(case: Case) -> None:
     assert Minimal().run_local().received == 0
     driver = PipelineDriver(Minimal)
     tested = test_batch(driver, case["given"]["push"])
-    got = [
+    actual = [
         {
             "successful": [message.data for message in call.successful],
             "failed": [message.data for message in call.failed],
         }
         for call in tested.calls
     ]
-    assert got == case["expect"]["acks"]
+    assert actual == case["expect"]["acks"]
 
 
 def topology(case: Case) -> None:

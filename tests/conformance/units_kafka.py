@@ -1,9 +1,8 @@
 """The unit cases of the area ``kafka``.
 
-Broadway's acknowledger is a value: offsets that were sent, those that were acknowledged, and the
-last one that may be committed.  Here that value is a claim, and what callbacks have settled
-immediately under it.  What is committed is one more than Broadway's number, as Kafka has it: the
-next offset to read.
+Broadway's acknowledger is a value: sent offsets, acknowledged offsets, and the last offset that may
+be committed.  Its equivalent is a claim with the offsets that callbacks have settled immediately.
+The committed offset is one more than Broadway's: the next offset to read, as in Kafka.
 """
 
 from __future__ import annotations
@@ -25,50 +24,50 @@ from tests.conformance.observed import Case
 _GENERATION = "g"
 
 
-class _Held:
-    """A partition whose messages a run has received; what they leave out are gaps of the log."""
+class _ClaimedPartition:
+    """A claimed partition with received messages; missing offsets are gaps of the log."""
 
     def __init__(self, assigned: int, polled: Iterable[int]) -> None:
         self._polled = sorted(polled)
         end = self._polled[-1] + 1
         self._claim = Claim(start=assigned, generation=_GENERATION, end=end)
-        self._settled: dict[int, Decision] = {}
+        self._settle: dict[int, Decision] = {}
 
     def settle(self, offsets: Iterable[int], action: Action = Action.ACK) -> None:
         """Settles messages; those not held are ignored, as in Broadway."""
         result = self._polled
-        self._settled |= {offset: Decision(action) for offset in offsets if offset in result}
+        self._settle |= {offset: Decision(action) for offset in offsets if offset in result}
 
     @property
     def offset(self) -> int:
-        """The offset that would be committed now."""
-        claim, left = self._claim, [o for o in self._polled if o not in self._settled]
-        named = {offset: Decision(Action.RELEASE) for offset in left}
+        """The offset that a commit would use now."""
+        claim, unsettled = self._claim, [o for o in self._polled if o not in self._settle]
+        decisions = {offset: Decision(Action.RELEASE) for offset in unsettled}
         read = Read(claim.start, claim.end, len(self._polled))
-        return end_claim(claim, read, named, self._settled, None).after.start
+        return end_claim(claim, read, decisions, self._settle, None).after.start
 
 
 def contiguous(case: Case) -> None:
     given, expect = case["given"], case["expect"]
-    result = _Held(given["assigned_offset"], given["polled_offsets"])
+    result = _ClaimedPartition(given["assigned_offset"], given["polled_offsets"])
     last = given["polled_offsets"][-1]
-    committed, found = result.offset, []
+    committed, results = result.offset, []
     for offsets in given["ack_calls"]:
         result.settle(offsets)
         moved = result.offset if result.offset != committed else None
         committed = result.offset
-        found.append([committed == last + 1, None if moved is None else moved - 1])
+        results.append([committed == last + 1, None if moved is None else moved - 1])
     assert expect["columns"] == ["drained", "committed_offset"]
-    assert found == expect["results"]
+    assert results == expect["results"]
 
 
 def failures(case: Case) -> None:
-    # ``on_failure="ack"`` is Broadway's way; ours is to retry, unless a pipeline asks for it.
+    # Broadway acknowledges failed messages, like ``on_failure="ack"``; the default here is a retry.
     given, expect = case["given"], case["expect"]
     producer = KafkaProducer(group_id="g", topics=["t"], on_failure="ack")
     ref = Records(_GENERATION, by_key=False)
     both = [*given["successful_offsets"], *given["failed_offsets"]]
-    result = _Held(min(both), both)
+    result = _ClaimedPartition(min(both), both)
     done: list[int] = []
     for name, failed in (("successful_offsets", False), ("failed_offsets", True)):
         for offset in given[name]:
@@ -82,10 +81,10 @@ def failures(case: Case) -> None:
 
 
 def commits(case: Case) -> None:
-    # One commit a run, at its end; what it will be moves with each batch, as Broadway's commits do.
+    # A run commits once, at its end; the offset advances with each batch, like Broadway's commits.
     given, expect = case["given"], case["expect"]
     first, count, size = given["begin_offset"], given["messages_per_partition"], given["batch_size"]
-    held, moved = _Held(first, range(first, first + count)), []
+    held, moved = _ClaimedPartition(first, range(first, first + count)), []
     for start in range(first, first + count, size):
         held.settle(range(start, start + size))
         moved.append(held.offset - 1)
@@ -93,7 +92,7 @@ def commits(case: Case) -> None:
 
 
 class _Record:
-    """A message of the client's."""
+    """A stub of a confluent_kafka message."""
 
     def __init__(self, offset: int) -> None:
         self._offset = offset

@@ -1,7 +1,7 @@
-"""The unit cases of the area ``pubsub``, by the requests that a server is sent.
+"""The unit cases of the area ``pubsub``, compared by the requests to a server.
 
-Broadway acknowledges in the stage's own process.  Here a stage's verdicts go through a run's
-settler to the custodian, and the requests are those that come out there.
+Broadway acknowledges in the process of the stage.  Here the run's settler passes verdicts to the
+custodian, which sends the requests.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tests.pubsub_stub.errors import Refused
 from tests.pubsub_witness import Asked, Witness
 
 
-def _settled(server: PubSubServer, good: int, bad: int, **options: Any) -> list[list[Any]]:
-    """Settles one stage's result; the requests that come of it, as the cases write them."""
+def _settle(server: PubSubServer, successful: int, failed: int, **options: Any) -> list[list[Any]]:
+    """Settles a stage's result; returns the requests in the cases' format."""
     topic = server.topic()
     name = server.subscription(topic)
-    server.publish(topic, [b"%d" % number for number in range(good + bad)])
+    server.publish(topic, [b"%d" % number for number in range(successful + failed)])
     env = ProducerEnv()
-    with Witness(server) as wire:
+    with Witness(server) as requests_log:
         producer = PubSubProducer(
-            subscription=name, receive_concurrency=1, **wire.options, **options
+            subscription=name, receive_concurrency=1, **requests_log.options, **options
         )
         source = producer.source(env)
         taken: list[Message] = []
-        while len(taken) < good + bad:
+        while len(taken) < successful + failed:
             taken += source.secure(source.receive(1_000, timeout=5.0))
         settler = Settler(lambda: producer.custodian(env), lambda: source.lease, threaded=False)
         acknowledger = RunAcknowledger(producer, settler)
@@ -47,18 +47,22 @@ def _settled(server: PubSubServer, good: int, bad: int, **options: Any) -> list[
             message.with_acknowledger(AckRef(acknowledger, "ref", message.acknowledger.data))
             for message in taken
         ]
-        before = len(wire.asked)
+        before = len(requests_log.asked)
         acknowledger.ack(
-            "ref", messages[:good], [message.failed("") for message in messages[good:]]
+            "ref", messages[:successful], [message.failed("") for message in messages[successful:]]
         )
         settler.tick(force=True)
-        requests = [_written(request) for request in wire.asked[before:] if request.call != "Pull"]
+        requests = [
+            _describe_request(request)
+            for request in requests_log.asked[before:]
+            if request.call != "Pull"
+        ]
         source.close()
     return requests
 
 
-def _written(call: Asked) -> list[Any]:
-    """A request about ids, as the cases write it."""
+def _describe_request(call: Asked) -> list[Any]:
+    """Returns a request with ack ids in the cases' format."""
     count = len(call.request.ack_ids)
     if call.call == "Acknowledge":
         return ["acknowledge", count]
@@ -69,8 +73,8 @@ def _written(call: Asked) -> list[Any]:
 def requests(case: Case, server: PubSubServer) -> None:
     inputs = case["given"]
     options = {name: inputs[name] for name in ("on_success", "on_failure") if name in inputs}
-    settled = _settled(server, inputs["successful"], inputs["failed"], **options)
-    # Requests go side by side: which of them comes first is chance.
+    settled = _settle(server, inputs["successful"], inputs["failed"], **options)
+    # Requests are concurrent, so their order is random.
     assert sorted(settled) == sorted(case["expect"]["requests"])
 
 
@@ -81,11 +85,13 @@ def values(case: Case) -> None:
             with pytest.raises(OptionsError, match="on_success"):
                 PubSubProducer(subscription="orders", on_success=result)
             continue
-        # Ours are text, so that they can be kept: nack(100) is (nack, 100), and nack (nack, 0).
-        wanted = expected
+        # Options are text, so that they can be serialized: nack(100) is (nack, 100).
+        expected_option = expected
         if isinstance(expected, list):
-            wanted = f"nack({expected[1]})" if expected[1] else "nack"
-        assert PubSubProducer(subscription="orders", on_success=result).on_success == wanted
+            expected_option = f"nack({expected[1]})" if expected[1] else "nack"
+        assert (
+            PubSubProducer(subscription="orders", on_success=result).on_success == expected_option
+        )
 
 
 def pulls(case: Case, server: PubSubServer) -> None:
@@ -93,29 +99,31 @@ def pulls(case: Case, server: PubSubServer) -> None:
     topic = server.topic()
     name = server.subscription(topic)
     server.publish(topic, [b"x"] * inputs["demand"])
-    with Witness(server) as wire:
+    with Witness(server) as requests_log:
         producer = PubSubProducer(
             subscription=name,
             max_number_of_messages=inputs["max_number_of_messages"],
             receive_concurrency=1,
-            **wire.options,
+            **requests_log.options,
         )
         source = producer.source(ProducerEnv())
         source.secure(source.receive(inputs["demand"], timeout=5.0))
         source.close()
-        demands = [entry.request.max_messages for entry in wire.asked if entry.call == "Pull"]
+        demands = [
+            entry.request.max_messages for entry in requests_log.asked if entry.call == "Pull"
+        ]
     assert demands
     assert set(demands) == {case["expect"]["body"]["maxMessages"]}
 
 
 def failing_acknowledgement(case: Case) -> None:
-    # Broadway logs an error and goes on.  Here it is a warning: it is tried again at the run's end.
+    # Broadway logs an error.  Here it is a warning, and the request is retried at the run's end.
     assert case["given"]["status"] == 503
     assert case["expect"]["result"] == "ok"
     with logged() as warnings, StubServer() as server:
         gone = Refused("UNAVAILABLE", "not now")
         server.broker.answer = lambda call, _: gone if call == "Acknowledge" else None
-        settled = _settled(server, 3, 0, request_timeout=0.2)
+        settled = _settle(server, 3, 0, request_timeout=0.2)
     assert ["acknowledge", 3] in settled
     assert any("Acknowledge" in text for text in warnings)
 
@@ -124,7 +132,7 @@ def metadata(case: Case, server: PubSubServer) -> None:
     given, expect = case["given"], case["expect"]
     topic = server.topic()
     producer = PubSubProducer(subscription=server.subscription(topic), **server.options)
-    # Over gRPC a body is bytes; without one a message needs an attribute.
+    # gRPC bodies are bytes; a message without a body needs an attribute.
     server.publish(topic, [b64decode(given["data"])], attributes={"a": "b"}, ordering_key="k")
     server.publish(topic, [b""], attributes={"a": "b"})
     source = producer.source(ProducerEnv())
@@ -143,7 +151,7 @@ def metadata(case: Case, server: PubSubServer) -> None:
     assert full.metadata["publishTime"]
 
 
-#: What any Pub/Sub must be asked, and answer.
+#: Cases for any Pub/Sub server.
 AT_ANY: dict[str, Callable[[Case, PubSubServer], None]] = {
     "ps-001": requests,
     "ps-002": requests,

@@ -1,9 +1,9 @@
 """The unit cases of the area ``rabbitmq``.
 
-Broadway acknowledges on the channel that delivered, one message at a time.  Here a verdict is
-carried out later and elsewhere, so a case's calls are read as verdicts: ``ack`` is ``ACK``, a
-reject with requeue is a ``RETRY`` at once, and without a ``DEAD_LETTER``.  What a broker that
-refuses, or a connection that breaks, does to them is tried at a real one.
+Broadway acknowledges single messages on the channel that delivered them.  Here verdicts are settled
+later by another process, so a case's calls are compared as verdicts: ``ack`` is ``ACK``, a reject
+with requeue is an immediate ``RETRY``, and without requeue a ``DEAD_LETTER``.  Rejections and
+broken connections are tested with a real broker.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from tests.rabbitmq_place import Breaker, Place
 
 
 @contextmanager
-def own_place() -> Iterator[Place]:
-    """A queue of the case's own at a real broker, which is never killed."""
+def open_queue() -> Iterator[Place]:
+    """Opens a new queue at a real broker, which is never killed."""
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.object(standing_queues, "_RELIABLE_AGE", 0.0),
@@ -48,7 +48,7 @@ def own_place() -> Iterator[Place]:
 
 
 def call_of(verdict: Verdict) -> list[Any]:
-    """The call of Broadway's client that a verdict stands for."""
+    """Returns the equivalent client call of Broadway for a verdict."""
     if verdict.action is Action.ACK:
         return ["ack"]
     assert verdict.delay == 0
@@ -56,9 +56,7 @@ def call_of(verdict: Verdict) -> list[Any]:
 
 
 def message(producer: RabbitMQProducer, *, redelivered: bool = False) -> Message:
-    """A message that, if redelivered, failed before: what Broadway takes the broker's flag for, and
-    what here its attempt says.
-    """
+    """Creates a message; a redelivered one has a second attempt, which is Broadway's flag here."""
     acknowledger = RunAcknowledger(producer, Tally())
     return Message(
         b"",
@@ -85,7 +83,7 @@ def defaults(case: Case) -> None:
         expect["on_success"],
         expect["on_failure"],
     )
-    # As Broadway's: when the producer starts, which fails without a broker.
+    # Like Broadway, when the producer starts, which fails without a broker.
     with logged() as warnings, pytest.raises(ProducerUnavailable):
         producer.source(ProducerEnv())
     assert [text for text in warnings if expect["warning"].lstrip(":") in text]
@@ -118,91 +116,91 @@ def settings(case: Case) -> None:
 
 
 def refused_by_the_broker(case: Case) -> None:
-    """Broadway acknowledges message by message, and each may be refused.
+    """Broadway acknowledges single messages, each of which the broker may reject.
 
-    Here an acknowledgement is a purge of the holding queue; what can be refused for one
-    message alone is what a verdict publishes.  So the successes are dead-lettered, through an
-    exchange without queue for those that fail in the case.  As in Broadway every one is
-    tried, and the error is loud: settle-failed in the report.  Unlike there the failed list is
-    settled all the same; in both, what was refused comes again.
+    Here an acknowledgement purges the holding queue; only the publish of a verdict can be rejected
+    for a single message.  So successful messages are dead-lettered, those that fail in the case
+    through an exchange without a queue.  As in Broadway, every message is tried, and errors are
+    reported (settle-failed).  Unlike Broadway, the failed list is still settled.  Rejected messages
+    are redelivered in both.
     """
     given, expect = case["given"], case["expect"]
-    with own_place() as place:
-        exchange, sink = f"{place.name}-exchange", f"{place.name}-sink"
-        place.declare()
-        with place.channel() as channel:
+    with open_queue() as queue:
+        exchange, sink = f"{queue.name}-exchange", f"{queue.name}-sink"
+        queue.declare()
+        with queue.channel() as channel:
             channel.exchange_declare(exchange, "headers")
             channel.queue_declare(sink)
             channel.queue_bind(sink, exchange, "", {"x-match": "all", "taken": True})
         for number in [*given["successful"], *given["failed"]]:
             taken = {"taken": number not in given["ack_error_on"]}
-            place.send(b"%d" % number, properties=pika.BasicProperties(headers=taken))
+            queue.send(b"%d" % number, properties=pika.BasicProperties(headers=taken))
         options: dict[str, Any] = {
             "on_success": "reject",
             "on_failure": "reject_and_requeue",
             "dead_letter": {"exchange": exchange},
         }
-        producer = place.producer(**options)
+        producer = queue.producer(**options)
 
-        def verdict(number: int, made: Message) -> Verdict:
+        def verdict(number: int, item: Message) -> Verdict:
             failed = number in given["failed"]
             return producer.verdict(
-                made.failed("why") if failed else made, failed=failed, stage="process"
+                item.failed("why") if failed else item, failed=failed, stage="process"
             )
 
-        with place.source("g1", **options) as source:
-            messages = place.take(source)
+        with queue.source("g1", **options) as source:
+            messages = queue.take(source)
             lease = source.lease
-        numbers = {made.message_id: int(made.data) for made in messages}
-        chosen = {made.message_id: verdict(numbers[made.message_id], made) for made in messages}
-        custodian = producer.custodian(place.env("custodian"))
+        numbers = {item.message_id: int(item.data) for item in messages}
+        chosen = {item.message_id: verdict(numbers[item.message_id], item) for item in messages}
+        custodian = producer.custodian(queue.env("custodian"))
         report = custodian.settle(lease, settlement_of(messages, chosen))
         custodian.close()
 
         accepted = []
-        while (got := place.get(sink)) is not None:
-            accepted.append(int(got[1]))
-        with place.source("g2", **options) as source:
-            again = sorted(int(made.data) for made in place.take(source))
-    tried = [n for n in given["successful"] if n in accepted or n in again]
-    assert [["ack", number] for number in tried] == expect["calls"]
-    assert set(accepted).isdisjoint(again)
-    assert again == sorted([*given["ack_error_on"], *given["failed"]])
+        while (delivery := queue.get(sink)) is not None:
+            accepted.append(int(delivery[1]))
+        with queue.source("g2", **options) as source:
+            redelivered = sorted(int(item.data) for item in queue.take(source))
+    settled = [n for n in given["successful"] if n in accepted or n in redelivered]
+    assert [["ack", number] for number in settled] == expect["calls"]
+    assert set(accepted).isdisjoint(redelivered)
+    assert redelivered == sorted([*given["ack_error_on"], *given["failed"]])
     assert report.failed == len(given["ack_error_on"])
     assert bool(report.errors) == expect["raises"]
     assert report.requeued == len(given["failed"])
 
 
 def lost_channel(case: Case) -> None:
-    """The connection breaks between a delivery and its being secured."""
+    """The connection breaks between a delivery and its securing."""
     given, expect = case["given"], case["expect"]
     numbers = [body for body in given["deliver"] if body != "break_conn"]
-    with own_place() as place, Breaker(place.server.address) as breaker:
-        place.declare()
+    with open_queue() as queue, Breaker(queue.server.address) as breaker:
+        queue.declare()
         options: dict[str, Any] = {
             "uri": f"amqp://127.0.0.1:{breaker.port}",
-            "qos": Qos(prefetch_count=1),  # so that a consumer stands already when it breaks
+            "qos": Qos(prefetch_count=1),  # so that the consumer exists when the connection breaks
             "backoff_min": 0.01,
         }
-        place.send(b"before")
-        with place.source("g1", **options) as source, logged() as warnings:
+        queue.send(b"before")
+        with queue.source("g1", **options) as source, logged() as warnings:
             [first] = source.secure(source.receive(1, timeout=5.0))
-            # Answered after the acknowledgement of the first, which is not to be what breaks.
+            # The response follows the acknowledgement of the first message, which must not break.
             cast(Any, source)._consumer.channel.call("basic_qos", prefetch_count=1)
             breaker.arm()
-            place.send(*[b"%d" % number for number in numbers])
+            queue.send(*[b"%d" % number for number in numbers])
             messages: list[Message] = []
             while len(messages) < len(numbers):
-                got = source.secure(source.receive(1, timeout=5.0))
-                assert got, "a message is lost"
-                messages += got
+                delivery = source.secure(source.receive(1, timeout=5.0))
+                assert delivery, "a message is lost"
+                messages += delivery
             lease = source.lease
-        custodian = place.producer().custodian(place.env("custodian"))
+        custodian = queue.producer().custodian(queue.env("custodian"))
         report = custodian.settle(lease, settlement_of([first, *messages], {}))
         custodian.close()
     assert breaker.broken == 1
-    assert [int(made.data) for made in messages] == numbers
-    # A delivery of the lost channel that was acknowledged would not have come again, marked.
+    assert [int(item.data) for item in messages] == numbers
+    # An acknowledged delivery of the lost channel would not be redelivered and marked.
     acks = [] if messages[0].redelivered else numbers[:1]
     assert acks == expect["acks"]
     assert (
@@ -213,7 +211,7 @@ def lost_channel(case: Case) -> None:
 
 
 def no_ack(case: Case) -> None:
-    # A consumer without acknowledgements loses what a crash finds unhandled: refused, not offered.
+    # Automatic acknowledgement would lose messages in a crash, so there is no such option.
     with pytest.raises(OptionsError, match="no_ack would lose messages"):
         RabbitMQProducer(queue="test", **case["given"])
 
@@ -228,10 +226,10 @@ def exponential(case: Case) -> None:
 
 
 def partial_bounds(case: Case) -> None:
-    for given, wanted in zip(case["given"]["options"], case["expect"]["bounds"], strict=True):
+    for given, expected in zip(case["given"]["options"], case["expect"]["bounds"], strict=True):
         low, high = given.get("min"), given.get("max")
         bounds = backoff_bounds(low and low / 1000, high and high / 1000)
-        assert [round(1000 * delay) for delay in bounds] == wanted
+        assert [round(1000 * delay) for delay in bounds] == expected
     with pytest.raises(OptionsError, match="backoff_min"):
         backoff_bounds(1.0, 0.5)
     assert Backoff("stop", *backoff_bounds(None, None)).next() is None

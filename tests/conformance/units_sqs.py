@@ -1,7 +1,7 @@
-"""The unit cases of the area ``sqs``, on a client that keeps its requests.
+"""The unit cases of the area ``sqs``, with a client that records its requests.
 
-Broadway deletes in the stage's own process.  Here a stage's verdicts go through a run's settler to
-the custodian, and the delete requests are those that come out there.
+Broadway deletes in the process of the stage.  Here the run's settler passes verdicts to the
+custodian, which sends the delete requests.
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ from tests.conformance.observed import Case, logged
 from tests.fake_sqs import URL, FakeSqs, client_error, installed
 
 
-def _data_of(given: Any) -> Any:
+def _data(given: Any) -> Any:
     return given["data"] if isinstance(given, dict) else given
 
 
-def _settled(
-    fake: FakeSqs, options: dict[str, Any], good: list[Any], bad: list[Any], *, ends: bool = False
+def _settle(
+    fake: FakeSqs,
+    options: dict[str, Any],
+    successful: list[Any],
+    failed_items: list[Any],
+    *,
+    ends: bool = False,
 ) -> list[Any]:
-    """Settles one stage's result; the data of each delete request's messages.
+    """Settles a stage's result; returns the data of the messages of each delete request.
 
-    :param ends: Whether the run ends too, which tries what was refused once more.
+    :param ends: Whether the run ends, which retries rejected deletes.
     """
     producer = SqsProducer(queue_url=URL, conn_id=None, receive_concurrency=1, **options)
-    fake.put([str(_data_of(message)) for message in (*good, *bad)])
+    fake.put([str(_data(message)) for message in (*successful, *failed_items)])
     env = ProducerEnv()
     with installed(fake):
         source = producer.source(env)
@@ -49,14 +54,14 @@ def _settled(
         acknowledger = RunAcknowledger(producer, settler)
         settler.hold(taken)
 
-        def made(item: Any) -> Message:
-            message = by_data[str(_data_of(item))]
+        def make_message(item: Any) -> Message:
+            message = by_data[str(_data(item))]
             ref = AckRef(acknowledger, "ref", message.acknowledger.data)
             own = item["configure_ack"] if isinstance(item, dict) else {}
             return message.with_acknowledger(ref).configure_ack(**own)
 
-        failed = [made(message).failed("") for message in bad]
-        acknowledger.ack("ref", [made(message) for message in good], failed)
+        failed = [make_message(message).failed("") for message in failed_items]
+        acknowledger.ack("ref", [make_message(message) for message in successful], failed)
         settler.tick(force=True)
         if ends:
             settler.finish()
@@ -72,12 +77,12 @@ def _settled(
 def deletes(case: Case) -> None:
     inputs = case["given"]
     options = {name: inputs[name] for name in ("on_success", "on_failure") if name in inputs}
-    settled = _settled(FakeSqs(), options, inputs["successful"], inputs.get("failed", []))
+    settled = _settle(FakeSqs(), options, inputs["successful"], inputs.get("failed", []))
     assert settled == case["expect"]["delete_requests"]
 
 
 def requests(case: Case) -> None:
-    # A receive also asks for the lease, and for the receive count; this has the options alone.
+    # Without the visibility timeout and the receive count, which every receive requests.
     inputs = dict(case["given"])
     demands = inputs.pop("demands")
     producer = SqsProducer(queue_url=URL, **inputs)
@@ -122,7 +127,7 @@ def bounds(case: Case) -> None:
 
 
 def failing_delete(case: Case) -> None:
-    # Broadway's stage logs what the acknowledger raises.  Here the custodian does, and reports.
+    # Broadway's stage logs errors of the acknowledger.  Here the custodian logs and reports them.
     given, expect = case["given"], case["expect"]
     fake = FakeSqs()
     numbers = iter(range(1, 1000))
@@ -135,15 +140,15 @@ def failing_delete(case: Case) -> None:
     fake.answer = answer
     data = list(range(given["successful"]))
     with logged(logging.ERROR) as errors:
-        attempted = _settled(fake, {}, data, [])
+        attempted = _settle(fake, {}, data, [])
     assert len(attempted) == expect["delete_requests_attempted"]
     assert bool(errors) == expect["error_logged"]
 
-    # Here what the broker did not do is known by id, and tried once more when the run ends.
+    # Failed deletes are recorded by id and retried at the end of the run.
     numbers = iter(range(1, 1000))
     fake = FakeSqs()
     fake.answer = answer
-    attempted = _settled(fake, {}, data, [], ends=True)
+    attempted = _settle(fake, {}, data, [], ends=True)
     done = [entry for request in attempted[:1] + attempted[2:] for entry in request]
     assert sorted(done) == data
 

@@ -1,7 +1,7 @@
-"""The boundary of pika: the methods that a process sends to RabbitMQ, named by method and queue.
+"""The boundary of pika: the AMQP methods that a process sends, named by method and queue.
 
-What comes from the broker is no point: to die when an answer has come is to die before the next
-method is sent.
+Received frames are not points: a death after a response is the same as a death before the next
+method.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from typing import Any
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 
-#: Methods after which the broker has what it had before, but for what any death ends.
-_LOOKS = ("connection.", "channel.", "confirm.", "basic.qos")
-#: Seconds for the broker to take what was on its way.
-_PATIENCE = 5.0
+#: Methods that do not change the broker's state, except for state that ends with the connection.
+_READ_ONLY = ("connection.", "channel.", "confirm.", "basic.qos")
+#: Seconds for the broker to receive delayed frames.
+_TIMEOUT = 5.0
 
 
-class _Cut(ConnectionError):
-    """The connection is cut here."""
+class _ConnectionCut(ConnectionError):
+    """The connection is cut at this method."""
 
 
-class _Silent(ConnectionError):
-    """The broker is not heard any more, and does not hear either."""
+class _ConnectionSilent(ConnectionError):
+    """The network drops all packets of the connection."""
 
 
-class _Line:
-    """Frames that a connection has sent and that are still in transit."""
+class _Transit:
+    """The frames of a connection that are still in transit."""
 
     def __init__(self, connection: Any) -> None:
-        self.connection = connection  # else another could get its place in memory
-        self.on_its_way: list[bytes] = []
+        self.connection = connection  # keeps its id() unique
+        self.in_transit: list[bytes] = []
         sock = _socket(connection)
         self._socket = None if sock is None else socket.socket(fileno=os.dup(sock.fileno()))
 
     def deliver(self) -> None:
-        """Lets it arrive; then the connection is cut, since its client is dead."""
+        """Delivers the frames and cuts the connection, as its client is dead."""
         if self._socket is None:
             return
-        with closing(self._socket) as line:
-            line.setblocking(True)
-            line.settimeout(_PATIENCE)
-            line.sendall(b"".join(self.on_its_way))
-            line.shutdown(socket.SHUT_WR)
-            while line.recv(65536):
+        with closing(self._socket) as transit:
+            transit.setblocking(True)
+            transit.settimeout(_TIMEOUT)
+            transit.sendall(b"".join(self.in_transit))
+            transit.shutdown(socket.SHUT_WR)
+            while transit.recv(65536):
                 pass
 
-    def give_up(self) -> None:
+    def time_out(self) -> None:
         """Closes the connection as pika does after missed heartbeats."""
         from pika.exceptions import AMQPHeartbeatTimeout
 
@@ -57,34 +57,34 @@ class _Line:
         sock = _socket(connection)
         if sock is None:
             return
-        # pika shuts its socket down, which would end the line: let it be another one.
+        # pika shuts its socket down; replace it, so that the duplicate can still deliver frames.
         connection._transport._nbio.remove_reader(sock.fileno())
         connection._transport._nbio.remove_writer(sock.fileno())
         one, other = socket.socketpair()
         with one, other:
             os.dup2(one.fileno(), sock.fileno())
-        connection._terminate_stream(AMQPHeartbeatTimeout("no heartbeat came: struck"))
+        connection._terminate_stream(AMQPHeartbeatTimeout("an injected fault: no heartbeat"))
 
 
 class Amqp:
-    """Every connection of pika that this process has.
+    """Intercepts every pika connection of this process.
 
-    Half of a publication is the first half of its bytes.  A method that fails is not sent, for the
-    connection is cut; one whose answer is lost is the last that is.  One that hangs is on its way,
-    with all that is sent after it, until the process has gone on with another connection.
+    Half of a publish is the first half of its bytes.  A failed method is not sent, because the
+    connection is cut.  A method whose response is lost is the last one sent.  A method that times
+    out, and all later ones, are delivered after the process has continued with another connection.
 
-    :param plain: Takes out of a queue's name what is random in it.  The methods of several threads
-        come in any order, so their names should not depend on it.
+    :param normalize: Removes the random parts of a queue's name.  It must not depend on the order
+        of calls, because threads send methods concurrently.
     """
 
-    def __init__(self, plain: Callable[[str], str] = lambda queue: queue) -> None:
-        self._plain = plain
-        # Which queue a channel reads, by connection and number.
-        self._reads: dict[tuple[int, int], str] = {}
-        # Which queue a connection has declared passively since it sent anything else.
-        self._counted: dict[int, str] = {}
-        # Connections that are silent, by their places in memory.
-        self._silent: dict[int, _Line] = {}
+    def __init__(self, normalize: Callable[[str], str] = lambda queue: queue) -> None:
+        self._plain = normalize
+        # The queue that a channel consumes, by connection and channel number.
+        self._consumed_queues: dict[tuple[int, int], str] = {}
+        # The queue that a connection has declared passively, until it sends another method.
+        self._declared_queue: dict[int, str] = {}
+        # Silent connections by id().
+        self._silent: dict[int, _Transit] = {}
 
     def install(self, interceptor: Interceptor) -> None:
         from pika.connection import Connection
@@ -94,92 +94,92 @@ class Amqp:
 
     def _sending(self, do: Any) -> Any:
         def send(connection: Any, channel: int, method: Any, content: Any = None) -> None:
-            def sent() -> bytes:
-                return _marshalled(connection, lambda: do(connection, channel, method, content))
+            def marshal() -> bytes:
+                return _marshal(connection, lambda: do(connection, channel, method, content))
 
             name = method.NAME.lower()
-            line = self._silent.get(id(connection))
-            if line is not None:
-                line.on_its_way.append(sent())
+            transit = self._silent.get(id(connection))
+            if transit is not None:
+                transit.in_transit.append(marshal())
                 return None
 
-            def hung() -> Exception:
+            def hang() -> Exception:
                 _flush(connection)
-                result = self._silent[id(connection)] = _Line(connection)
-                result.on_its_way.append(sent())
-                self._interceptor.do_later(result.deliver)
-                connection.ioloop.add_callback_threadsafe(result.give_up)
-                return _Silent()
+                result = self._silent[id(connection)] = _Transit(connection)
+                result.in_transit.append(marshal())
+                self._interceptor.apply_later(result.deliver)
+                connection.ioloop.add_callback_threadsafe(result.time_out)
+                return _ConnectionSilent()
 
-            def whole() -> None:
+            def send_all() -> None:
                 do(connection, channel, method, content)
                 _flush(connection)
 
-            def half() -> None:
-                data = sent()
+            def send_half() -> None:
+                data = marshal()
                 _flush(connection)
                 connection._transport._sock.send(data[: len(data) // 2])
 
-            if self._counts_again(connection, method):
-                return whole()
-            looks = name.startswith(_LOOKS) or getattr(method, "passive", False)
+            if self._is_repeated_count(connection, method):
+                return send_all()
+            read_only = name.startswith(_READ_ONLY) or getattr(method, "passive", False)
             try:
                 self._interceptor.call(
                     name,
                     self._target(connection, channel, method),
-                    whole,
-                    half=half if content else None,
-                    changes=not looks,
-                    error=_Cut,
-                    hangs=hung,
+                    send_all,
+                    half=send_half if content else None,
+                    changes=not read_only,
+                    error=_ConnectionCut,
+                    timeout=hang,
                 )
-            except _Silent:
+            except _ConnectionSilent:
                 pass
-            except _Cut:
+            except _ConnectionCut:
                 sock = _socket(connection)
                 if sock is not None:
-                    with suppress(OSError):  # the other end was first
+                    with suppress(OSError):  # already disconnected
                         sock.shutdown(socket.SHUT_RDWR)
 
         return send
 
-    def _counts_again(self, connection: Any, method: Any) -> bool:
-        """Whether a queue is counted again with nothing sent since: no other point.
+    def _is_repeated_count(self, connection: Any, method: Any) -> bool:
+        """Returns whether a queue is counted again with no other method in between.
 
-        How often a process does so depends on how soon the broker's count is right.
+        Repeated counts are one point, because their number depends on the broker's timing.
         """
         name, key = method.NAME, id(connection)
         if name == "Queue.Declare" and method.passive:
-            before, self._counted[key] = self._counted.get(key), method.queue
+            before, self._declared_queue[key] = self._declared_queue.get(key), method.queue
             return bool(before == method.queue)
         if not name.startswith("Channel."):
-            self._counted.pop(key, None)
+            self._declared_queue.pop(key, None)
         return False
 
     def _target(self, connection: Any, channel: int, method: Any) -> str:
         queue: Any = getattr(method, "queue", None) or getattr(method, "routing_key", None)
-        reads = id(connection), channel
+        channel_key = id(connection), channel
         if method.NAME in ("Basic.Get", "Basic.Consume"):
-            self._reads[reads] = queue
+            self._consumed_queues[channel_key] = queue
         elif queue is None and method.NAME.startswith("Basic."):
-            queue = self._reads.get(reads)
+            queue = self._consumed_queues.get(channel_key)
         return self._plain(queue or getattr(method, "exchange", None) or "")
 
 
 def _flush(connection: Any) -> None:
-    """Hands all pending bytes to the system: they are sent even if the process dies."""
+    """Writes all pending bytes to the socket, so that they are sent even if the process dies."""
     if _socket(connection) is not None and connection._transport._tx_buffers:
         connection._transport._on_socket_writable()
 
 
 def _socket(connection: Any) -> socket.socket | None:
-    """The connection's socket, unless it was lost just now."""
+    """Returns the connection's socket; ``None`` if it is closed."""
     sock: socket.socket | None = getattr(connection._transport, "_sock", None)
     return sock if sock is not None and sock.fileno() >= 0 else None
 
 
-def _marshalled(connection: Any, send: Callable[[], object]) -> bytes:
-    """The bytes that would be sent."""
+def _marshal(connection: Any, send: Callable[[], object]) -> bytes:
+    """Returns the bytes that ``send`` would send."""
     frames: list[bytes] = []
     connection._output_marshaled_frames = frames.extend
     try:

@@ -1,4 +1,4 @@
-"""Checks of a case at brokers that keep orders, and of pipelines with an archive."""
+"""Checks of message order and of the archive at the end of a case."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from airflow_broadway.testing.crashes.subject import Subject
 
 
 def check_archive(
-    subject: Subject, ids: Sequence[str], calls: Sequence[RecordedCall], tally: Account
+    subject: Subject, ids: Sequence[str], calls: Sequence[RecordedCall], account: Account
 ) -> None:
     """Checks that settled messages are in the archive, if the pipeline has a local one.
 
@@ -25,7 +25,7 @@ def check_archive(
 
     archived_id: Any = getattr(subject, "archived_id", lambda row: row["message_id"])
     archived: set[str] = set()
-    # Not by delta-rs, and without threads: this process forks.
+    # Without delta-rs and threads, because this process forks.
     for commit in archive.glob("_delta_log/*.json"):
         for action in map(json.loads, commit.read_text().splitlines()):
             if "add" not in action:
@@ -34,12 +34,12 @@ def check_archive(
             rows = parquet.ParquetFile(path).read(["message_id", "metadata"], use_threads=False)
             archived.update(map(archived_id, rows.to_pylist()))
     for place, key in enumerate(ids):
-        if tally.fates[place] and key not in archived:
-            tally.add(Violation.LOST, f"{key}, in the archive")
+        if account.outcomes[place] and key not in archived:
+            account.add(Violation.LOST, f"{key}, in the archive")
 
 
 def check_order(
-    subject: Subject, ids: Sequence[str], calls: Sequence[RecordedCall], tally: Account
+    subject: Subject, ids: Sequence[str], calls: Sequence[RecordedCall], account: Account
 ) -> None:
     """Checks that the messages of a group are first handled in the order sent.
 
@@ -57,7 +57,7 @@ def check_order(
             seen.add(key)
             before = newest.setdefault(group, key)
             if places[before] > places[key]:
-                tally.add(
+                account.add(
                     Violation.OTHER,
                     f"{key} is first handled after {before}, which follows it in group {group}",
                 )

@@ -1,7 +1,7 @@
-"""moto's server whose queues have clocks of their own: ``python -m tests.crashes.moto_clocks``.
+"""moto's server with a clock per queue: ``python -m tests.crashes.moto_clocks``.
 
-A queue's clock goes by the seconds in the file that is called as its name begins: so many cases
-share one server, and none sees the time of another.
+The file that is named like the prefix of a queue contains the queue's clock offset in seconds, so
+that concurrent cases share a server but not the time.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import Any
 _request = threading.local()
 
 
-class _Moved:
-    """The module ``time``, as the server is to see it."""
+class _ShiftedTime:
+    """Replaces the module ``time`` in the server."""
 
     monotonic, sleep = staticmethod(time.monotonic), staticmethod(time.sleep)
 
     @staticmethod
     def time() -> float:
-        return time.time() + float(getattr(_request, "ahead", 0.0))
+        return time.time() + float(getattr(_request, "clock_offset", 0.0))
 
 
-def _by_its_clock(method: Callable[..., Any], folder: Path) -> Callable[..., Any]:
-    """A method of the backend that is called with the name of a queue first."""
+def _with_queue_clock(method: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """Wraps a backend method so that it uses the clock of the queue, its first argument."""
 
     @wraps(method)
-    def clocked(self: Any, queue_name: str, *args: Any, **given: Any) -> Any:
+    def call(self: Any, queue_name: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            _request.ahead = float((folder / queue_name.partition("-")[0]).read_text())
+            _request.clock_offset = float((folder / queue_name.partition("-")[0]).read_text())
         except FileNotFoundError:
-            _request.ahead = 0.0
-        return method(self, queue_name, *args, **given)
+            _request.clock_offset = 0.0
+        return method(self, queue_name, *args, **kwargs)
 
-    return clocked
+    return call
 
 
 def main() -> None:
-    """Serve, until killed; the arguments are the clocks' folder and the port."""
+    """Serves until killed; the arguments are the folder of the offsets, and the port."""
     served: Any = import_module("tests.sqs_moto")
     folder = Path(sys.argv.pop(1))
     serve = served.serve
 
-    def serve_by_clocks(argv: list[str]) -> None:
+    def serve_with_clocks(argv: list[str]) -> None:
         backend = served.models.SQSBackend
         for name in (
             "change_message_visibility",
@@ -60,10 +60,10 @@ def main() -> None:
             "send_message",
             "send_message_batch",
         ):
-            setattr(backend, name, _by_its_clock(getattr(backend, name), folder))
+            setattr(backend, name, _with_queue_clock(getattr(backend, name), folder))
         serve(argv)
 
-    served.time, served.serve = _Moved, serve_by_clocks
+    served.time, served.serve = _ShiftedTime, serve_with_clocks
     served.main()
 
 

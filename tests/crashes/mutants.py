@@ -1,7 +1,7 @@
-"""Code that is broken on purpose, and the case that finds it.
+"""Mutants: code without one of its guards, and the case that must detect it.
 
-``python -m tests.crashes.mutants NAME`` prints what the case's account says, whole and broken.  A
-campaign that did not find a guard that is gone could find nothing.
+``python -m tests.crashes.mutants NAME`` prints the violations of the case, without and with the
+mutation.  They show that the campaigns can detect violations.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 
 from airflow_broadway.testing.crashes.campaign import Campaign
 from airflow_broadway.testing.crashes.case import Case, Recovery
-from airflow_broadway.testing.crashes.points import Fault, Strike
-from tests.crashes.campaigns import MESSAGES, in_memory, made
+from airflow_broadway.testing.crashes.points import Fault, Injection
+from tests.crashes.campaigns import MESSAGES, configure_subject, memory_folder
 from tests.crashes.pipelines import PIPELINES
 from tests.crashes.subjects import SUBJECTS
 
 
-def a_message_that_comes_again_does_not_say_so() -> None:
+def redelivered_messages_are_not_marked() -> None:
     from airflow_broadway.producers.sqlite.queue import SqliteQueue
 
-    kept: Any = SqliteQueue.receive
+    original: Any = SqliteQueue.receive
 
-    def receive(queue: Any, *given: Any, **options: Any) -> Any:
-        messages = kept(queue, *given, **options)
+    def receive(queue: Any, *args: Any, **options: Any) -> Any:
+        messages = original(queue, *args, **options)
         for message in messages:
             object.__setattr__(message, "redelivered", False)
         return messages
@@ -37,7 +37,7 @@ def a_message_that_comes_again_does_not_say_so() -> None:
     mutant.receive = receive
 
 
-def what_has_no_outcome_is_acknowledged() -> None:
+def messages_without_outcome_are_acknowledged() -> None:
     from airflow_broadway.core.custody.verdicts import ACK
     from airflow_broadway.staging.settling import settlement
 
@@ -45,15 +45,15 @@ def what_has_no_outcome_is_acknowledged() -> None:
     mutant.RELEASE = ACK
 
 
-def a_message_is_acknowledged_when_it_is_received() -> None:
+def messages_are_acknowledged_on_receipt() -> None:
     from airflow_broadway.core.custody.protocol import Settlement
     from airflow_broadway.core.custody.verdicts import ACK
     from airflow_broadway.runs.process import Process
 
-    kept: Any = Process._publish
+    original: Any = Process._publish
 
-    def publish(process: Any, *given: Any) -> Any:
-        manifest = kept(process, *given)
+    def publish(process: Any, *args: Any) -> Any:
+        manifest = original(process, *args)
         custodian = process.pipeline.producer.custodian(process.env)
         lease = process.staged.lease(manifest.generation)
         custodian.settle(lease, Settlement(rest=ACK, expected=manifest.received))
@@ -63,40 +63,40 @@ def a_message_is_acknowledged_when_it_is_received() -> None:
     mutant._publish = publish
 
 
-def a_message_is_removed_before_its_dead_letter_is_sent() -> None:
+def messages_are_removed_before_their_dead_letters_are_sent() -> None:
     from airflow_broadway.producers.engine.settlement import EngineSettlement
 
-    kept: Any = EngineSettlement._send_letters
+    original: Any = EngineSettlement._send_letters
 
     def send(settlement: Any, verdicts: Any) -> Any:
         settlement._remove(verdicts)
-        return kept(settlement, verdicts)
+        return original(settlement, verdicts)
 
     mutant: Any = EngineSettlement
     mutant._send_letters = send
 
 
-def a_letter_is_deleted_before_its_message_is_back() -> None:
+def dead_letters_are_deleted_before_they_are_requeued() -> None:
     from airflow_broadway.producers.engine.letters import EngineDeadLetters
 
-    kept: Any = EngineDeadLetters._send_back
+    original: Any = EngineDeadLetters._send_back
 
     def sent(letters: Any, chosen: Any, moving: Any) -> Any:
         letters.dead.remove([received.receipt for _, received in chosen])
-        return kept(letters, chosen, moving)
+        return original(letters, chosen, moving)
 
     mutant: Any = EngineDeadLetters
     mutant._send_back = sent
 
 
-def a_backfill_does_not_empty_its_sink() -> None:
+def backfills_do_not_empty_the_sink() -> None:
     from airflow_broadway.runs import process
 
     mutant: Any = process
     mutant.prepare_sink = lambda run, pipeline, env: None
 
 
-def a_commit_is_ruled_out_without_a_tombstone() -> None:
+def commits_are_ruled_out_without_a_tombstone() -> None:
     from airflow_broadway.sinks import delta
 
     mutant: Any = delta._Client
@@ -104,27 +104,27 @@ def a_commit_is_ruled_out_without_a_tombstone() -> None:
 
 
 class Mutant(NamedTuple):
-    """A guard that is gone, and the case that must find it.
+    """A mutation, and the case that must detect it.
 
-    :param found: How a line of the account begins.
-    :param broker: Over which it is gone; see :mod:`tests.crashes.subjects`.
+    :param violation: The beginning of the expected violation.
+    :param broker: The subject's name; see :mod:`tests.crashes.subjects`.
     """
 
-    breaks: Callable[[], None]
+    apply: Callable[[], None]
     execution: str
     kind: str
-    what: Fault
+    fault: Fault
     recovery: Recovery
-    found: str
+    violation: str
     broker: str = "sqlite"
     pipeline: str = "batches"
 
 
 MUTANTS: dict[str, Mutant] = {
-    mutant.breaks.__name__: mutant
+    mutant.apply.__name__: mutant
     for mutant in (
         Mutant(
-            a_message_that_comes_again_does_not_say_so,
+            redelivered_messages_are_not_marked,
             "one/batch.default/1",
             "handle_batch",
             Fault.KILLED_AFTER,
@@ -132,7 +132,7 @@ MUTANTS: dict[str, Mutant] = {
             "repeated without a mark",
         ),
         Mutant(
-            what_has_no_outcome_is_acknowledged,
+            messages_without_outcome_are_acknowledged,
             "one/process/1",
             "return",
             Fault.KILLED_BEFORE,
@@ -140,7 +140,7 @@ MUTANTS: dict[str, Mutant] = {
             "lost",
         ),
         Mutant(
-            a_message_is_acknowledged_when_it_is_received,
+            messages_are_acknowledged_on_receipt,
             "one/batch.default/1",
             "handle_batch",
             Fault.KILLED_BEFORE,
@@ -148,17 +148,17 @@ MUTANTS: dict[str, Mutant] = {
             "lost",
         ),
         Mutant(
-            a_message_is_removed_before_its_dead_letter_is_sent,
+            messages_are_removed_before_their_dead_letters_are_sent,
             "one/ack/1",
             "SendMessageBatch",
             Fault.KILLED_BEFORE,
             Recovery.LAPSE,
             "lost",
             broker="sqs",
-            pipeline="two batchers",  # it tries once
+            pipeline="two batchers",  # one attempt per message
         ),
         Mutant(
-            a_letter_is_deleted_before_its_message_is_back,
+            dead_letters_are_deleted_before_they_are_requeued,
             "one/process/1",
             "SendMessageBatch",
             Fault.KILLED_BEFORE,
@@ -167,7 +167,7 @@ MUTANTS: dict[str, Mutant] = {
             broker="sqs letters",
         ),
         Mutant(
-            a_backfill_does_not_empty_its_sink,
+            backfills_do_not_empty_the_sink,
             "one/batch.default/1",
             "handle_batch",
             Fault.KILLED_AFTER,
@@ -177,10 +177,10 @@ MUTANTS: dict[str, Mutant] = {
             pipeline="refills",
         ),
         Mutant(
-            a_commit_is_ruled_out_without_a_tombstone,
+            commits_are_ruled_out_without_a_tombstone,
             "one/batch.default/1",
             "append",
-            Fault.ASLEEP_BEFORE,
+            Fault.SUSPENDED_BEFORE,
             Recovery.NEXT_RUN,
             "repeated in the sink",
             pipeline="commits to delta",
@@ -190,22 +190,25 @@ MUTANTS: dict[str, Mutant] = {
 
 
 def main(name: str) -> None:
-    """Breaks the code, strikes it once, and prints the account."""
+    """Runs the case without and with the mutation, and prints the violations."""
     mutant = MUTANTS[name]
-    with tempfile.TemporaryDirectory(dir=in_memory()) as folder, SUBJECTS[mutant.broker]() as make:
-        make_subject = partial(made, make, PIPELINES[mutant.pipeline])
+    with (
+        tempfile.TemporaryDirectory(dir=memory_folder()) as folder,
+        SUBJECTS[mutant.broker]() as make,
+    ):
+        make_subject = partial(configure_subject, make, PIPELINES[mutant.pipeline])
         campaign = Campaign(make_subject, MESSAGES, Path(folder))
-        alone, _ = campaign.baseline().points
+        points, _ = campaign.baseline().points
         point = next(
             point
-            for point in alone
+            for point in points
             if point.execution == mutant.execution and point.call.kind == mutant.kind
         )
-        case = Case((Strike(point, mutant.what),), mutant.recovery)
-        whole = campaign.run(case).account.lines
-        mutant.breaks()
-        broken = campaign.run(case).account.lines
-        print(json.dumps([whole, broken]))
+        case = Case((Injection(point, mutant.fault),), mutant.recovery)
+        unchanged = campaign.run(case).account.lines
+        mutant.apply()
+        mutated = campaign.run(case).account.lines
+        print(json.dumps([unchanged, mutated]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The embedded queue once more, with Airflow's operators and sensor: each task is ``execute``.
+"""Subjects whose tasks are Airflow's operators and sensor, over the embedded queue.
 
-What Airflow's task runner does around it is played: its context, and XCom, whose pushes are points.
+Calls ``execute`` with a simulated context and XCom; XCom pushes are points.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.crashes.subjects import MakeSubject
 
 
 @contextmanager
-def by_operators() -> Iterator[MakeSubject]:
-    """Creates subjects whose tasks are operators."""
+def open_subjects() -> Iterator[MakeSubject]:
+    """Yields a function that creates subjects whose tasks are operators."""
     with tempfile.TemporaryDirectory(prefix="crashes-airflow-") as home:
         variables = {
             "AIRFLOW_HOME": home,
@@ -33,12 +33,12 @@ def by_operators() -> Iterator[MakeSubject]:
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:
-            # Airflow is loaded once, and the forks have it.
+            # Loads Airflow once for all forks.
             import airflow_broadway.operators.run
             import airflow_broadway.operators.spark_submit
             import airflow_broadway.sensors.ack  # noqa: F401
 
-            yield _ByOperators
+            yield _OperatorSubject
         finally:
             for name, value in before.items():
                 os.environ.pop(name)
@@ -46,7 +46,7 @@ def by_operators() -> Iterator[MakeSubject]:
                     os.environ[name] = value
 
 
-class _ByOperators(Embedded):
+class _OperatorSubject(Embedded):
     """A pipeline over the embedded queue."""
 
     def execute(self, attempt: Attempt) -> Any:
@@ -62,15 +62,15 @@ class _ByOperators(Embedded):
             text = json.dumps({"conn_type": "generic", **connection})
             os.environ[f"AIRFLOW_CONN_{name.upper()}"] = text
         configured = self.pipeline(**self.overrides())
-        for name in self.overrides():  # they are no JSON, as an operator's are
+        for name in self.overrides():  # not JSON, so no operator arguments
             setattr(self.pipeline, name, getattr(configured, name))
-        ti = _Instance(attempt, attempt.map_index(self.pipeline()))
+        ti = _StubTaskInstance(attempt, attempt.map_index(self.pipeline()))
         try:
             returned = self._operator(attempt).execute(_context(ti, self._watched()))
-        except TaskDeferred:  # the sensor looks again
+        except TaskDeferred:  # the sensor pokes again
             return None
         except (AirflowSkipException, AirflowFailException) as error:
-            # No further try: later tasks get what was pushed.
+            # No retry: later tasks get the pushed value.
             print(f"{type(error).__name__}: {error}", flush=True)
             if "does not balance" in str(error):
                 raise
@@ -83,7 +83,7 @@ class _ByOperators(Embedded):
         return returned
 
     def _operator(self, attempt: Attempt) -> Any:
-        """The operator of a task, made as a Dag makes it."""
+        """Creates the operator of a task."""
         from airflow_broadway.operators.batch import BroadwayBatcherOperator
         from airflow_broadway.operators.process import BroadwayProcessorOperator
         from airflow_broadway.operators.run import BroadwayRunOperator
@@ -99,7 +99,7 @@ class _ByOperators(Embedded):
             return BroadwayProcessorOperator(**pulls, producer_index=attempt.index)
         if attempt.task_id == "run":
             return BroadwayRunOperator(**pulls, fail_when="never")
-        if attempt.task_id in ("look", "ack"):
+        if attempt.task_id in ("poke", "ack"):
             return BroadwayAckSensor(
                 **{**kwargs, "task_id": "ack"},
                 watch=self._watched(),
@@ -108,7 +108,7 @@ class _ByOperators(Embedded):
                 deferrable=True,
             )
         if attempt.driver is not None:
-            return _submitting(attempt, **kwargs, batches=attempt.returned_by("batch."))
+            return _submit_operator(attempt, **kwargs, batches=attempt.returned_by("batch."))
         return BroadwayBatcherOperator(
             **kwargs,
             batcher=attempt.task_id.removeprefix("batch."),
@@ -120,42 +120,42 @@ class _ByOperators(Embedded):
         return ["process", *(f"batch.{name}" for name in self.pipeline.batchers), *spark]
 
 
-def _submitting(attempt: Attempt, **given: Any) -> Any:
-    """The operator that submits to Spark; ``spark-submit`` itself is played by the driver's fork.
+def _submit_operator(attempt: Attempt, **kwargs: Any) -> Any:
+    """Creates the operator that submits to Spark; a forked driver replaces ``spark-submit``.
 
-    An execution has one driver here: where the operator would start another, its next try does.
+    An execution has one driver: another one needs the next try.
     """
     from airflow.sdk.exceptions import AirflowException
 
     from airflow_broadway.adapters.host import Host
     from airflow_broadway.operators.spark_submit import BroadwaySparkSubmitOperator
 
-    class Submitting(BroadwaySparkSubmitOperator):
-        begun = False
+    class ForkedSubmit(BroadwaySparkSubmitOperator):
+        submitted = False
 
         def _choose_options(self, context: Any) -> Any:
-            """Chooses nothing: there is no connection."""
+            """Does nothing: there is no connection."""
 
         def _submit(self, context: Any, run: Any, batches: Any) -> Exception | None:
-            if self.begun:
-                raise AirflowException("one driver for each execution")
-            self.begun = True
+            if self.submitted:
+                raise AirflowException("an execution has only one driver")
+            self.submitted = True
             assert attempt.driver is not None
             pipeline = import_class(self.pipeline["class"])()
             arguments = run, pipeline, Host(context).task, attempt.driver, attempt.interceptor
             error = submit(batches, *arguments)
             return AirflowException(error) if error else None
 
-    return Submitting(**given, check_pipeline=False)
+    return ForkedSubmit(**kwargs, check_pipeline=False)
 
 
-class _Instance:
-    """The part of Airflow's task instance that operators use."""
+class _StubTaskInstance:
+    """A stub of Airflow's task instance with the attributes that operators use."""
 
     def __init__(self, attempt: Attempt, map_index: int) -> None:
         self._attempt = attempt
         self.dag_id, self.run_id = DAG, attempt.run_id
-        self.task_id = "ack" if attempt.task_id == "look" else attempt.task_id
+        self.task_id = "ack" if attempt.task_id == "poke" else attempt.task_id
         self.map_index = map_index
         self.try_number = attempt.try_number
         self.id = f"{attempt.run_id}-{attempt.task}"
@@ -182,21 +182,21 @@ class _Instance:
     def get_task_states(
         self, dag_id: str, run_ids: Sequence[str], task_ids: Sequence[str]
     ) -> dict[str, dict[str, str]]:
-        """By the attempt: all are through when the sensor looks last."""
+        """Returns the states of tasks by the attempt; all have ended at the last poke."""
         attempt = self._attempt
-        through = attempt.task_id == "ack"
+        is_last = attempt.task_id == "ack"
         states = {}
         for task in attempt.tasks:
             task_id, _, index = task.partition("!")
             if task_id in task_ids:
-                done = through or task in attempt.returned
+                done = is_last or task in attempt.returned
                 failed = "failed" if task in attempt.failed else "success"
                 name = f"{task_id}_{index}" if index else task_id
                 states[name] = failed if done else "running"
         return dict.fromkeys(run_ids, states)
 
 
-def _context(ti: _Instance, watched: Sequence[str]) -> Any:
+def _context(ti: _StubTaskInstance, watched: Sequence[str]) -> Any:
     dag_run = SimpleNamespace(
         run_id=ti.run_id,
         run_type="manual",

@@ -1,8 +1,7 @@
-"""The pipelines whose every point is struck: small, and each with something of its own.
+"""The pipelines of the crash campaigns; each covers a different feature.
 
-The body of a message is its number.  What becomes of it is told by the number alone.
-None has its processors in other processes: those import the pipeline anew by its options, of which
-a producer that is made for the case is none, and start Python for each execution.
+The body of a message is its number, which determines its outcome.  No pipeline has processors in
+other processes: these would import the pipeline without the case's producer.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.sinks import DeltaTable, IcebergTable, ParquetFolder, PostgresTable
 from airflow_broadway.spark import failed
 from airflow_broadway.testing.crashes.campaign import Family
-from tests.crashes.subjects_sinks import Delta, DeltaByTime, Folder, Iceberg, Place, Postgres
+from tests.crashes.sinks import Delta, DeltaByTime, Folder, Iceberg, Postgres, SinkUnderTest
 
-#: In the interval of backfills.
+#: A time within the interval of backfills.
 _NOON = datetime(2013, 1, 1, 12, tzinfo=UTC)
 _PRODUCER = SqliteProducer(queue="crashes", path="/given", retry=RetryPolicy(max_attempts=2))
 
 
-class Struck(Broadway):
-    """A pipeline, and how its runs are set up."""
+class CrashPipeline(Broadway):
+    """A pipeline with attributes for its subject and its campaign."""
 
-    #: Seconds for which the ack sensor holds what failed tasks received.
+    #: Seconds for which the ack sensor holds the messages of failed tasks.
     hold_failed: ClassVar[float] = 0.0
-    #: Whether a run is one task, as BroadwayRunOperator's.
+    #: Whether a run is one task, as with BroadwayRunOperator.
     unstaged: ClassVar[bool] = False
-    #: How it is struck.
+    #: The families of its cases.
     families: ClassVar[Sequence[Family]] = tuple(Family)
 
 
-class Batches(Struck):
-    """One batcher; some messages fail in each stage, and die at their second attempt."""
+class Batches(CrashPipeline):
+    """One batcher; in each stage some messages fail twice and are dead-lettered."""
 
     producer = _PRODUCER
     processors = Processors(concurrency=1, max_demand=4)
@@ -92,7 +91,7 @@ class OnSpark(Batches):
 
 
 class Mixed(Batches):
-    """Two batchers: one on Spark, one of Python."""
+    """Two batchers: one on Spark, one in Python."""
 
     batchers = {
         "big": Batcher(engine="spark", batch_size=4, batch_timeout=None),
@@ -109,8 +108,8 @@ class Mixed(Batches):
         return super().handle_batch(batcher, messages, batch_info, context)
 
 
-class NoBatchers(Struck):
-    """Processors only: what they return is the outcome."""
+class NoBatchers(CrashPipeline):
+    """Only processors: their result is the outcome."""
 
     producer = _PRODUCER
     processors = Processors(concurrency=1, max_demand=4)
@@ -120,7 +119,7 @@ class NoBatchers(Struck):
 
 
 class Retries(Batches):
-    """Some messages fail once and come again later, some fail for good."""
+    """Some messages fail once and are retried after a delay, some fail at every attempt."""
 
     producer = SqliteProducer(
         queue="crashes", path="/given", retry=RetryPolicy(max_attempts=3, backoff=30.0)
@@ -131,7 +130,7 @@ class Retries(Batches):
         return message.failed("once") if message.data % 4 == 1 and message.attempt == 1 else message
 
 
-class AtOnce(Batches):
+class AcksImmediately(Batches):
     """Some messages are settled within ``handle_message``, successes and failures."""
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
@@ -142,7 +141,7 @@ class AtOnce(Batches):
 
 
 class HoldsFailed(Batches):
-    """The sensor holds what failed tasks received, until they are cleared or the time is over."""
+    """The sensor holds the messages of failed tasks until these are cleared, or a timeout."""
 
     hold_failed = 600.0
 
@@ -154,16 +153,16 @@ class Archives(Batches):
 
 
 class OneTask(Batches):
-    """A run is one task, and stages nothing; what fails is a dead letter at once."""
+    """A run is one task without staging; a failed message is dead-lettered immediately."""
 
     producer = SqliteProducer(queue="crashes", path="/given", retry=RetryPolicy(max_attempts=1))
     unstaged = True
 
 
 class Commits(Batches):
-    """Commits the numbers of each batch to a folder of Parquet files: each exactly once.
+    """Commits each number to a folder of Parquet files exactly once.
 
-    A number is not written as one, since ids of Pub/Sub's emulator are numbers, too.
+    Rows have a letter before the number, because message ids of Pub/Sub's stub are numbers, too.
     """
 
     batchers = {
@@ -171,7 +170,7 @@ class Commits(Batches):
             engine="python", batch_size=4, batch_timeout=None, sink=ParquetFolder(path="/given")
         )
     }
-    place: ClassVar[type[Place]] = Folder
+    sink_class: ClassVar[type[SinkUnderTest]] = Folder
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         failed = [message.failed("five") for message in messages if message.data % 5 == 2]
@@ -180,21 +179,21 @@ class Commits(Batches):
 
 class CommitsToDelta(Commits):
     batchers = {"default": replace(Commits.batchers["default"], sink=DeltaTable(path="/given"))}
-    place = Delta
+    sink_class = Delta
 
 
 class CommitsToIceberg(Commits):
     batchers = {"default": replace(Commits.batchers["default"], sink=IcebergTable(table="a.b"))}
-    place = Iceberg
+    sink_class = Iceberg
 
 
 class CommitsToPostgres(Commits):
     batchers = {"default": replace(Commits.batchers["default"], sink=PostgresTable(table="a.b"))}
-    place = Postgres
+    sink_class = Postgres
 
 
 class CommitsOnSpark(Commits):
-    """The same on Spark: its driver commits."""
+    """Commits from the Spark driver."""
 
     batchers = {
         "default": Batcher(
@@ -208,9 +207,9 @@ class CommitsOnSpark(Commits):
 
 
 class Refills(Batches):
-    """Writes each batch into a file; before a past interval is handled again the files are removed.
+    """Writes each batch to a file; a backfill removes all files first.
 
-    Who sleeps there, and wakes when others have filled it, empties it once more.
+    Without zombies: one that resumes within ``prepare_backfill`` would remove new files.
     """
 
     families = (Family.CRASHES, Family.FAULTS)
@@ -228,9 +227,9 @@ class Refills(Batches):
 
 
 class ReplacesInDelta(CommitsToDelta):
-    """Before a past interval is handled again its rows are deleted, at most once by each run.
+    """Deletes the interval's rows before a backfill, at most once per run.
 
-    A commit that fails is the failure of its batch, for good: there is no second attempt.
+    A failed commit fails its batch, without a second attempt.
     """
 
     families = (Family.CRASHES, Family.PAIRS, Family.ZOMBIES)
@@ -240,19 +239,19 @@ class ReplacesInDelta(CommitsToDelta):
             Commits.batchers["default"], sink=DeltaTable(path="/given", time_column="at")
         )
     }
-    place = DeltaByTime
+    sink_class = DeltaByTime
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         result = super().handle_batch(batcher, messages, batch_info, context)
         return Rows([{**row, "at": _NOON} for row in result.rows], failed=result.failed)
 
 
-PIPELINES: dict[str, type[Struck]] = {
+PIPELINES: dict[str, type[CrashPipeline]] = {
     "batches": Batches,
     "two batchers": TwoBatchers,
     "no batchers": NoBatchers,
     "retries": Retries,
-    "at once": AtOnce,
+    "acks immediately": AcksImmediately,
     "holds failed": HoldsFailed,
     "archives": Archives,
     "one task": OneTask,

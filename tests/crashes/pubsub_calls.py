@@ -1,7 +1,6 @@
-"""The boundary of Pub/Sub: every request by gRPC that Google's client makes.
+"""The boundary of Pub/Sub: every gRPC request of Google's client.
 
-A point is one request.  The client sends nothing again by itself: this package does, and each time
-is a point of its own.
+A point is one request.  The package retries requests itself; each retry is another point.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ from typing import Any
 from airflow_broadway.testing.crashes.interceptor import Interceptor, replace
 from airflow_broadway.testing.crashes.points import Fault
 
-#: What a request fails with, each in turn.
+#: Status codes of injected errors, in rotation.
 _ERRORS = ("UNAVAILABLE", "INTERNAL", "RESOURCE_EXHAUSTED", "ABORTED")
-#: Where a request names what it is about.
+#: The fields that contain a request's resource.
 _NAMES = ("subscription", "topic", "name")
 
 
 class PubSub:
-    """Every blocking request of this process; half of one has the first half of its ids."""
+    """Intercepts every blocking request; half of a request has the first half of its ack ids."""
 
     def install(self, interceptor: Interceptor) -> None:
         from grpc import _channel
 
         self._interceptor = interceptor
         self._made: Counter[str] = Counter()
-        replace(_channel._UnaryUnaryMultiCallable, "with_call", self._asked)
+        replace(_channel._UnaryUnaryMultiCallable, "with_call", self._intercept)
 
-    def _asked(self, do: Any) -> Any:
-        def with_call(stub: Any, request: Any, *given: Any, **named: Any) -> Any:
+    def _intercept(self, do: Any) -> Any:
+        def with_call(stub: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
             def send(request: Any) -> Any:
-                return do(stub, request, *given, **named)
+                return do(stub, request, *args, **kwargs)
 
             return self._call(stub._method.decode().rpartition("/")[2], request, send)
 
@@ -56,20 +55,20 @@ class PubSub:
             changes=changes,
             error=lambda: _failed(_ERRORS[count % len(_ERRORS)]),
             lost=lambda: _failed("UNAVAILABLE"),
-            hangs=lambda: _failed("DEADLINE_EXCEEDED"),
+            timeout=lambda: _failed("DEADLINE_EXCEEDED"),
             late=True,
-            others={Fault.SENT_TWICE: twice} if changes else {},
+            extra={Fault.SENT_TWICE: twice} if changes else {},
         )
 
 
 def _target(request: Any) -> str:
-    """The subscription or topic, without its project."""
+    """Returns the subscription or topic without its project."""
     result = next((getattr(request, name) for name in _NAMES if getattr(request, name, "")), "")
     return str(result).rpartition("/")[2]
 
 
 def _half(request: Any) -> Any:
-    """The request with the first half of its ids; ``None`` if it cannot be divided."""
+    """Returns the request with half of its ack ids; ``None`` if it cannot be divided."""
     ids = getattr(request, "ack_ids", ())
     if len(ids) < 2:
         return None
@@ -84,6 +83,6 @@ def _failed(code: str) -> Exception:
     import grpc
     from grpc import _channel
 
-    state = _channel._RPCState((), (), (), getattr(grpc.StatusCode, code), "struck")
+    state = _channel._RPCState((), (), (), getattr(grpc.StatusCode, code), "an injected fault")
     failed: Exception = _channel._InactiveRpcError(state)
     return failed

@@ -1,7 +1,7 @@
-"""Pub/Sub's stub, with a clock for each project: ``python -m tests.crashes.pubsub_clocks``.
+"""Pub/Sub's stub with a clock per project: ``python -m tests.crashes.pubsub_clocks``.
 
-A project's clock goes by the seconds in the file that is called as the project: so many cases share
-one server, and none sees the time of another.
+The file that is named like a project contains its clock offset in seconds, so that concurrent cases
+share a server but not the time.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ LEFT = "left"
 
 
 class _Clocks(SystemClock):
-    """The clock of the project that is asked for: the broker does one request at a time."""
+    """The clock of the current request's project; the stub executes one request at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ahead = 0.0
+        self._clock_offset = 0.0
 
     def now(self) -> datetime:
-        return super().now() + timedelta(seconds=self._ahead)
+        return super().now() + timedelta(seconds=self._clock_offset)
 
-    def turn_to(self, call: str, request: Any) -> Refused | None:
-        """Goes by the clock of a request's project; refuses nothing."""
+    def switch_clock(self, call: str, request: Any) -> Refused | None:
+        """Switches to the clock of the request's project; never rejects the request."""
         name = next(
             value
             for name in ("subscription", "topic", "name")
             if (value := getattr(request, name, ""))
         )
         try:
-            self._ahead = float((self._folder / name.split("/")[1]).read_text())
+            self._clock_offset = float((self._folder / name.split("/")[1]).read_text())
         except FileNotFoundError:
-            self._ahead = 0.0
+            self._clock_offset = 0.0
         return None
 
 
 def main() -> None:
-    """Serves until killed; the argument is the folder of the clocks, which gets the port."""
+    """Serves until killed; the argument is the folder of the offsets and the port file."""
     folder = Path(sys.argv[1])
     clocks = _Clocks(folder)
-    look = Broker.get_subscription
+    get_subscription = Broker.get_subscription
 
-    def result(self: Broker, request: Any) -> Any:
-        settings = look(self, request)
+    def get_with_count(self: Broker, request: Any) -> Any:
+        settings = get_subscription(self, request)
         settings.labels[LEFT] = str(len(self.subscriptions[settings.name].left))
         return settings
 
-    setattr(Broker, "get_subscription", result)  # noqa: B010
+    setattr(Broker, "get_subscription", get_with_count)  # noqa: B010
     stub = Stub(clocks, patience=0.0)
-    stub.broker.answer = clocks.turn_to
+    stub.broker.answer = clocks.switch_clock
     (folder / "port.new").write_text(str(stub.port))
     (folder / "port.new").rename(folder / "port")
     signal.pause()

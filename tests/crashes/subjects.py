@@ -1,7 +1,6 @@
-"""The subjects of the crash campaign, by broker.
+"""The subjects of the crash campaigns by name.
 
-An entry opens a broker's server and yields a function that makes a subject of a pipeline and a
-folder.
+An entry is a context manager that starts a broker and yields a function that creates subjects.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ MakeSubject = Callable[[type[Broadway], Path], Subject]
 
 
 def _lazy(place: str, **options: Any) -> AbstractContextManager[MakeSubject]:
-    """Opens subjects by the name of their maker, whose module may need a client or Airflow."""
+    """Opens subjects by the path of a function, whose module may need a client or Airflow."""
     module, name = place.split(".")
     opened: AbstractContextManager[MakeSubject] = getattr(
         import_module(f"tests.crashes.{module}"), name
@@ -30,19 +29,19 @@ def _lazy(place: str, **options: Any) -> AbstractContextManager[MakeSubject]:
 
 SUBJECTS: dict[str, Callable[[], AbstractContextManager[MakeSubject]]] = {
     "sqlite": lambda: nullcontext(Embedded),
-    "sqlite by operators": partial(_lazy, "operators.by_operators"),
-    "sqlite past run": partial(_lazy, "subjects_past.over_past_runs"),
-    "rabbitmq": partial(_lazy, "subjects_rabbitmq.rabbit"),
-    "sqlite on s3": partial(_lazy, "subjects_s3.over_s3"),
-    "kafka": partial(_lazy, "subjects_kafka.over_kafka", order="none"),
-    "kafka key": partial(_lazy, "subjects_kafka.over_kafka", order="key"),
-    "pubsub": partial(_lazy, "subjects_pubsub.over_pubsub", ordered=False),
-    "pubsub ordered": partial(_lazy, "subjects_pubsub.over_pubsub", ordered=True),
-    "sqs": partial(_lazy, "subjects_sqs.over_sqs", fifo=False),
-    "sqs fifo": partial(_lazy, "subjects_sqs.over_sqs", fifo=True),
-    "sqlite backfill": partial(_lazy, "subjects_backfill.over_backfills"),
+    "sqlite by operators": partial(_lazy, "operators.open_subjects"),
+    "sqlite rerun": partial(_lazy, "subjects_rerun.open_subjects"),
+    "rabbitmq": partial(_lazy, "subjects_rabbitmq.open_subjects"),
+    "sqlite on s3": partial(_lazy, "subjects_s3.open_subjects"),
+    "kafka": partial(_lazy, "subjects_kafka.open_subjects", order="none"),
+    "kafka key": partial(_lazy, "subjects_kafka.open_subjects", order="key"),
+    "pubsub": partial(_lazy, "subjects_pubsub.open_subjects", ordered=False),
+    "pubsub ordered": partial(_lazy, "subjects_pubsub.open_subjects", ordered=True),
+    "sqs": partial(_lazy, "subjects_sqs.open_subjects", fifo=False),
+    "sqs fifo": partial(_lazy, "subjects_sqs.open_subjects", fifo=True),
+    "sqlite backfill": partial(_lazy, "subjects_backfill.open_subjects"),
     **{
-        f"{broker} letters": partial(_lazy, "subjects_letters.over_letters", broker=broker)
+        f"{broker} letters": partial(_lazy, "subjects_dead_letters.open_subjects", broker=broker)
         for broker in ("sqlite", "rabbitmq", "kafka", "pubsub", "sqs")
     },
 }

@@ -1,6 +1,6 @@
-"""Kafka: one server, with topics and a group of its own for each case.
+"""Subjects over Kafka: one server, with separate topics and a group per case.
 
-Each process task of a run reads a partition of its own, so no two runs differ.
+Each process task of a run reads one partition, so that all runs are the same.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from airflow_broadway import Broadway
 from airflow_broadway.producers.kafka import KafkaProducer
 from airflow_broadway.producers.kafka.records import REQUEUED
 from airflow_broadway.testing.crashes.interceptor import Boundary
-from airflow_broadway.testing.crashes.sink import forked
-from airflow_broadway.testing.crashes.subject import Letter, Subject
+from airflow_broadway.testing.crashes.sink import call_in_fork
+from airflow_broadway.testing.crashes.subject import DeadLetter, Subject
 from tests.crashes.kafka_calls import Kafka
-from tests.crashes.over_receipts import declared
+from tests.crashes.receipt_subject import common_options
 from tests.crashes.subjects import MakeSubject
 from tests.kafka_server import KafkaServer, nearest_kafka
 
-#: Keys of messages, where the order of each counts.
+#: Number of message keys.
 _KEYS = 3
 
 
 @contextmanager
-def over_kafka(*, order: str) -> Iterator[MakeSubject]:
-    """Creates subjects whose messages keep one kind of order."""
+def open_subjects(*, order: str) -> Iterator[MakeSubject]:
+    """Yields a function that creates subjects with one value of the option ``order``."""
     with (
         tempfile.TemporaryDirectory(prefix="crashes-kafka-") as folder,
         nearest_kafka().start(Path(folder)) as server,
@@ -40,9 +40,9 @@ def over_kafka(*, order: str) -> Iterator[MakeSubject]:
 
 
 class _OnKafka(Subject):
-    """A pipeline over a topic, whose dead letters go to another."""
+    """A pipeline over a topic and its dead-letter topic."""
 
-    # The newest claims of a group stay as long as the group.
+    # A group's newest claims are permanent.
     permanent: ClassVar[str] = (
         r"^[^/]+/kafka/[0-9a-f]+/(?:owner|starts|(?:claims|letters)/.+)(?:\.json)?$"
     )
@@ -55,7 +55,7 @@ class _OnKafka(Subject):
         self._order = order
         self._topic = f"crashes-{hashlib.md5(str(folder).encode()).hexdigest()[:12]}"
         self._partitions = pipeline.producer.concurrency
-        # The mock cluster takes one command at a time, and other processes give it some as well.
+        # The mock cluster accepts one command at a time, from all processes.
         with (server.folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             server.topic(self._topic, self._partitions)
@@ -78,20 +78,20 @@ class _OnKafka(Subject):
                 offset_reset_policy="earliest",
                 lease=self.lease,
                 settings={"fetch.wait.max.ms": 20},
-                **declared(self.pipeline.producer, KafkaProducer.actions),
+                **common_options(self.pipeline.producer, KafkaProducer.actions),
             )
         }
 
-    # A client has threads, which a fork has not: each is in a process of its own.
+    # Clients have threads, so each is used in a separate process: this process forks.
 
-    def _asked(self, do: Callable[[], Any]) -> Any:
-        return forked(do, self.folder, self.folder / "log.txt", "the broker")
+    def _call_in_fork(self, do: Callable[[], Any]) -> Any:
+        return call_in_fork(do, self.folder, self.folder / "log.txt", "the broker")
 
     def send(self, bodies: Sequence[bytes]) -> list[str]:
-        ids: list[str] = self._asked(lambda: self._produced(bodies))
+        ids: list[str] = self._call_in_fork(lambda: self._produce(bodies))
         return ids
 
-    def _produced(self, bodies: Sequence[bytes]) -> list[str]:
+    def _produce(self, bodies: Sequence[bytes]) -> list[str]:
         producer = self._server.producer({"linger.ms": 0, "partitioner": "consistent"})
         ids: dict[int, str] = {}
 
@@ -112,22 +112,22 @@ class _OnKafka(Subject):
         return [ids[place] for place in range(len(bodies))]
 
     def waiting(self) -> int:
-        result: int = self._asked(self._behind)
+        result: int = self._call_in_fork(self._total_lag)
         return result
 
-    def _behind(self) -> int:
-        """Also what is finished behind the first that is not: Kafka keeps one number."""
+    def _total_lag(self) -> int:
+        """Returns the group's lag, which includes finished messages behind an unfinished one."""
         return sum(self._server.lag(self._topic, topic) for topic in self._topics)
 
-    def letters(self) -> list[Letter]:
+    def letters(self) -> list[DeadLetter]:
         return [
-            Letter(key, marked, why, body.encode())
-            for key, marked, why, body in self._asked(self._read_letters)
+            DeadLetter(key, marked, reason, body.encode())
+            for key, marked, reason, body in self._call_in_fork(self._read_letters)
         ]
 
     def _read_letters(self) -> list[tuple[str, bool, str, str]]:
-        """Those that were not sent back: a log keeps the others, too."""
-        back = {
+        """Reads the dead letters that were not requeued; the log contains all."""
+        requeued = {
             value.decode()
             for message in self._server.read(self._topic)
             for name, value in cast("Any", message.headers()) or ()
@@ -136,12 +136,14 @@ class _OnKafka(Subject):
         letters = []
         for message in self._server.read(f"{self._topic}-dlt"):
             headers: Any = message.headers()
-            why = {name: value.decode() for name, value in headers}
-            where = (why[f"__connect.errors.{part}"] for part in ("topic", "partition", "offset"))
-            key, report = "-".join(where), why["__connect.errors.exception.message"]
-            if key not in back:
+            attributes = {name: value.decode() for name, value in headers}
+            where = (
+                attributes[f"__connect.errors.{part}"] for part in ("topic", "partition", "offset")
+            )
+            key, report = "-".join(where), attributes["__connect.errors.exception.message"]
+            if key not in requeued:
                 body = cast("bytes", message.value()).decode()
-                letters.append((key, why["broadway.again"] == "1", report, body))
+                letters.append((key, attributes["broadway.again"] == "1", report, body))
         return letters
 
     def group_of(self, place: int) -> str | None:

@@ -1,7 +1,6 @@
-"""Pipelines over Pub/Sub, with ordering keys and without: our stub, with a project and a clock for
-each case.
+"""Subjects over Pub/Sub's stub: a project and a clock per case.
 
-What is steady here and not in life: one pull at a time, and none that waits.
+Unlike in production, there is one pull at a time, and none waits, so that all runs are the same.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from typing import Any, ClassVar
 from airflow_broadway import Broadway
 from airflow_broadway.producers.pubsub import PubSubProducer
 from airflow_broadway.testing.crashes.interceptor import Boundary
-from airflow_broadway.testing.crashes.sink import forked
-from airflow_broadway.testing.crashes.subject import Letter
-from tests.crashes.over_receipts import OverReceipts, declared
+from airflow_broadway.testing.crashes.sink import call_in_fork
+from airflow_broadway.testing.crashes.subject import DeadLetter
 from tests.crashes.pubsub_calls import PubSub
 from tests.crashes.pubsub_clocks import LEFT
+from tests.crashes.receipt_subject import ReceiptSubject, common_options
 from tests.crashes.subjects import MakeSubject
 from tests.pubsub_server import Remote
 
-#: Keys of messages, where the order of each counts.
+#: Number of message keys.
 _KEYS = 3
 _WAIT = 60.0
 
 
 @contextmanager
-def over_pubsub(*, ordered: bool = False) -> Iterator[MakeSubject]:
-    """Creates subjects over subscriptions of one kind."""
-    # What takes long to load is loaded once, and the forks have it; no channel is opened here.
+def open_subjects(*, ordered: bool = False) -> Iterator[MakeSubject]:
+    """Yields a function that creates subjects, with or without message ordering."""
+    # Loads the client once for all forks, without opening a channel.
     import_module("google.pubsub_v1")
     with tempfile.TemporaryDirectory(prefix="crashes-pubsub-") as name:
         clocks = Path(name)
@@ -59,12 +58,12 @@ def _host(server: subprocess.Popen[bytes], clocks: Path) -> str:
     return f"127.0.0.1:{(clocks / 'port').read_text()}"
 
 
-class _OnPubSub(OverReceipts):
-    """A pipeline over a subscription, whose dead letters go to another topic."""
+class _OnPubSub(ReceiptSubject):
+    """A pipeline over a subscription and a dead-letter topic."""
 
-    # The most that Pub/Sub allows.
+    # Pub/Sub's maximum.
     lease: ClassVar[float] = 600.0
-    # What comes again is marked by notes that are kept longer than Pub/Sub keeps a message.
+    # Records of attempts are kept longer than Pub/Sub keeps a message.
     permanent: ClassVar[str] = r"^[^/]+/pubsub/[^/]+/(?:attempts|deaths)/"
 
     def __init__(
@@ -75,8 +74,8 @@ class _OnPubSub(OverReceipts):
         self._ordered = ordered
         self._project = f"p{hashlib.md5(str(folder).encode()).hexdigest()[:12]}"
         self._clock = clocks / self._project
-        self._ahead = 0.0
-        self._asked(self._make)
+        self._clock_offset = 0.0
+        self._call_in_fork(self._make)
 
     def close(self) -> None:
         self._clock.unlink(missing_ok=True)
@@ -85,8 +84,8 @@ class _OnPubSub(OverReceipts):
         return [PubSub(), *super().boundaries()]
 
     def overrides(self) -> Mapping[str, Any]:
-        options = declared(self.pipeline.producer)
-        # A request has one deadline: by chance alone there would be more or fewer of them.
+        options = common_options(self.pipeline.producer)
+        # Without jitter, so that the number of requests is the same in every run.
         options = {**options, "retry": replace(options["retry"], jitter=0.0)}
         return {
             "producer": PubSubProducer(
@@ -102,13 +101,13 @@ class _OnPubSub(OverReceipts):
         }
 
     def pass_time(self, seconds: float) -> None:
-        self._ahead += seconds
-        self._clock.write_text(str(self._ahead))
+        self._clock_offset += seconds
+        self._clock.write_text(str(self._clock_offset))
 
-    # -- asked in a process of its own: a client has threads, which a fork has not ---------------
+    # -- clients have threads, so each is used in a separate process: this process forks ---------
 
-    def _asked(self, do: Callable[[Remote], Any]) -> Any:
-        return forked(
+    def _call_in_fork(self, do: Callable[[Remote], Any]) -> Any:
+        return call_in_fork(
             lambda: do(Remote(self._host)), self.folder, self.folder / "log.txt", "the broker"
         )
 
@@ -132,7 +131,7 @@ class _OnPubSub(OverReceipts):
             for body in bodies
         ]
         topic = self._name("topics", "queue")
-        ids: list[str] = self._asked(lambda server: server.publish_all(topic, messages))
+        ids: list[str] = self._call_in_fork(lambda server: server.publish_all(topic, messages))
         return ids
 
     def waiting(self) -> int:
@@ -141,10 +140,10 @@ class _OnPubSub(OverReceipts):
         def left(server: Remote) -> int:
             return int(server.subscriber.get_subscription(request=request).labels[LEFT])
 
-        result: int = self._asked(left)
+        result: int = self._call_in_fork(left)
         return result
 
-    def letters(self) -> list[Letter]:
+    def letters(self) -> list[DeadLetter]:
         name = self._name("subscriptions", "dead")
 
         def read(server: Remote) -> list[list[str]]:
@@ -154,9 +153,12 @@ class _OnPubSub(OverReceipts):
                 for message in server.drain(name)
             ]
 
-        # A letter is there twice where a run was killed between its sending and its original's
-        # acknowledgement: this attribute identifies it.
-        return [Letter(key, True, why, body.encode()) for key, why, body in self._asked(read)]
+        # A kill between publishing a dead letter and acknowledging its original duplicates the dead
+        # letter; the attribute identifies it.
+        return [
+            DeadLetter(key, True, reason, body.encode())
+            for key, reason, body in self._call_in_fork(read)
+        ]
 
     def group_of(self, place: int) -> str | None:
         return str(place % _KEYS) if self._ordered else None

@@ -1,4 +1,4 @@
-"""RabbitMQ: a real server, with a queue of its own for each case."""
+"""Subjects over RabbitMQ: one server, with a separate queue per case."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from airflow_broadway.producers.rabbitmq.broker import standing_queues
 from airflow_broadway.producers.rabbitmq.receive import consumer
 from airflow_broadway.producers.rabbitmq.settle import settlement
 from airflow_broadway.testing.crashes.interceptor import Boundary, Interceptor
-from airflow_broadway.testing.crashes.subject import Letter, Subject
+from airflow_broadway.testing.crashes.subject import DeadLetter, Subject
 from tests.crashes.amqp_calls import Amqp
-from tests.crashes.campaigns import in_memory
-from tests.crashes.over_receipts import declared
+from tests.crashes.campaigns import memory_folder
+from tests.crashes.receipt_subject import common_options
 from tests.rabbitmq_server import RabbitServer
 
-#: The queues of ours that stay.
+#: Roles of permanent queues.
 _STANDING = ("held", "dead", "delay")
-#: Seconds for the broker to move what a test has let lapse.
+#: Maximum seconds for the broker to dead-letter rejected messages.
 _MOVE_TIMEOUT = 20.0
-#: Seconds that it needs where its end cannot be observed.
+#: Seconds to wait where the end cannot be observed.
 _MOVE_TIME = 0.5
 
 
-class _Hurry:
-    """Cuts waits that are for a broker that dies, and lengthens the one that fills a bundle."""
+class _ShortWaits:
+    """Shortens waits that only matter with a dying broker, and lengthens the linger of bundles."""
 
     def install(self, interceptor: Interceptor) -> None:
         standing_queues._RELIABLE_AGE = 0.0
         settlement.COUNT_TIMEOUT = 1.0
-        # A bundle has the same messages in every run, however slowly they come.
+        # So that a bundle has the same messages in every run.
         consumer.LINGER_SECONDS = 0.5
 
 
-class Rabbit(Subject):
-    """A pipeline over a queue of RabbitMQ.
+class RabbitMQSubject(Subject):
+    """A pipeline over a RabbitMQ queue.
 
-    The clock of the broker cannot be moved.  So where a delay is over by the tasks' clock, what it
-    holds is rejected: it goes where it would go by itself, by the same dead-letter worker.
+    The broker's clock cannot be moved.  So when a delay has expired by the tasks' clock, the
+    subject rejects the messages of the delay queue: they are dead-lettered like expired ones.
     """
 
     permanent: ClassVar[str] = r"^[^/]+/rabbitmq/[0-9a-f]+/(?:relied/|type\.json$)"
@@ -61,7 +61,7 @@ class Rabbit(Subject):
             channel.queue_declare(self._queue, durable=True)
 
     def boundaries(self) -> list[Boundary]:
-        return [*super().boundaries(), Amqp(self._plain), _Hurry()]
+        return [*super().boundaries(), Amqp(self._plain), _ShortWaits()]
 
     def _plain(self, queue: str) -> str:
         return queue.replace(self._queue, "queue")
@@ -80,7 +80,7 @@ class Rabbit(Subject):
                 uri=f"amqp://{host}:{port}/?management_url=false",
                 lease=self.lease,
                 metadata=["message_id"],
-                **declared(self.pipeline.producer, RabbitMQProducer.actions),
+                **common_options(self.pipeline.producer, RabbitMQProducer.actions),
             )
         }
 
@@ -102,17 +102,17 @@ class Rabbit(Subject):
             if name == self._queue or _role(name) in ("held", "delay")
         )
 
-    def letters(self) -> list[Letter]:
-        result: list[Letter] = []
+    def letters(self) -> list[DeadLetter]:
+        result: list[DeadLetter] = []
         name = f"broadway.dead.{self._queue}"
         if name not in self._queues():
             return result
         with self._server.channel() as channel:
-            while (got := channel.basic_get(name))[0] is not None:
-                headers = got[1].headers or {}
+            while (delivery := channel.basic_get(name))[0] is not None:
+                headers = delivery[1].headers or {}
                 marked = bool(headers.get("x-broadway-redelivered"))
                 reason = str(headers.get("x-broadway-reason", ""))
-                result.append(Letter(got[1].message_id, marked, reason, got[2]))
+                result.append(DeadLetter(delivery[1].message_id, marked, reason, delivery[2]))
         return result
 
     def restart(self) -> None:
@@ -122,28 +122,28 @@ class Rabbit(Subject):
     def pass_time(self, seconds: float) -> None:
         for name in self._queues():
             if _role(name) == "delay" and seconds >= int(name.split(".")[2]):
-                self._lapse(name, self._queue)
+                self._expire(name, self._queue)
 
-    def _lapse(self, queue: str, target: str) -> None:
+    def _expire(self, queue: str, target: str) -> None:
         count = 0
         before = self._server.depth(target) or 0
         with self._server.channel() as channel:
-            while (got := channel.basic_get(queue))[0] is not None:
-                channel.basic_nack(got[0].delivery_tag, requeue=False)
+            while (delivery := channel.basic_get(queue))[0] is not None:
+                channel.basic_nack(delivery[0].delivery_tag, requeue=False)
                 count += 1
         if not count:
             return
         with self._server.channel() as channel:
             if channel.queue_declare(target, passive=True).method.consumer_count:
-                time.sleep(_MOVE_TIME)  # one that sleeps consumes: it may get them
+                time.sleep(_MOVE_TIME)  # a suspended consumer may receive them
                 return
         end = time.monotonic() + _MOVE_TIMEOUT
         while (self._server.depth(target) or 0) < before + count:
-            assert time.monotonic() < end, f"{queue} does not pass on what has lapsed"
+            assert time.monotonic() < end, f"{queue} does not dead-letter its expired messages"
             time.sleep(0.01)
 
-    def left(self) -> list[str]:
-        """Bundles that stay, and queues that are none of those which stay."""
+    def leftovers(self) -> list[str]:
+        """Describes remaining bundles, and queues that are not permanent."""
         result = []
         for name in self._queues():
             role = _role(name)
@@ -159,7 +159,7 @@ class Rabbit(Subject):
                 channel.queue_delete(name)
 
     def _queues(self) -> list[str]:
-        """The queues of this case."""
+        """Lists the queues of this case."""
         return [name for name in self._server.queue_names() if self._queue in name]
 
 
@@ -168,10 +168,10 @@ def _role(queue: str) -> str:
 
 
 @contextmanager
-def rabbit() -> Iterator[Any]:
-    """A server of RabbitMQ; what makes a subject at it."""
+def open_subjects() -> Iterator[Any]:
+    """Starts a RabbitMQ server; yields a function that creates subjects."""
     with (
-        tempfile.TemporaryDirectory(dir=in_memory()) as folder,
+        tempfile.TemporaryDirectory(dir=memory_folder()) as folder,
         RabbitServer.start(Path(folder)) as server,
     ):
-        yield partial(Rabbit, server)
+        yield partial(RabbitMQSubject, server)

@@ -1,6 +1,6 @@
-"""Pipelines over the embedded queue, whose staging is a bucket: moto's, one for each case.
+"""Subjects over the embedded queue, staged in a bucket of moto's server, one per case.
 
-Each operation of s3fs's client is a point.  A put appears whole or not at all, so none is halved.
+Each operation of s3fs's client is a point.  A put is atomic, so there is no half of it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.crashes.subjects_sqs import Moto, moto
 
 
 @contextmanager
-def over_s3() -> Iterator[MakeSubject]:
-    """Creates subjects whose staging is a bucket."""
+def open_subjects() -> Iterator[MakeSubject]:
+    """Yields a function that creates subjects staged in a bucket."""
     with moto() as server:
         yield lambda pipeline, folder: _OnS3(pipeline, folder, server)
 
@@ -45,11 +45,11 @@ class _OnS3(Embedded):
     def staged(self) -> list[str]:
         return [key.removeprefix("staging/") for key in self._keys()]
 
-    def left(self) -> list[str]:
-        answer = self._server.client("s3").list_multipart_uploads(Bucket=self._bucket)
+    def leftovers(self) -> list[str]:
+        response = self._server.client("s3").list_multipart_uploads(Bucket=self._bucket)
         return [
-            *super().left(),
-            *(f"an upload of {upload['Key']}" for upload in answer.get("Uploads", ())),
+            *super().leftovers(),
+            *(f"an upload of {upload['Key']}" for upload in response.get("Uploads", ())),
         ]
 
     def _keys(self) -> Iterator[str]:

@@ -1,7 +1,6 @@
-"""Pipelines over SQS, standard and FIFO: moto's server, with two queues and a clock for each case.
+"""Subjects over SQS, standard and FIFO, at moto's server: two queues and a clock per case.
 
-What is steady here and not in life: one receive at a time, and none that waits.  Receives side by
-side take the messages in any order, so that no two runs were the same.
+Unlike in production, there is one receive at a time, and none waits, so that all runs are the same.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer, dead_letters
 from airflow_broadway.producers.sqs.client import boto_client
 from airflow_broadway.testing.crashes.interceptor import Boundary
-from airflow_broadway.testing.crashes.subject import Letter
+from airflow_broadway.testing.crashes.subject import DeadLetter
 from tests.crashes.aws_calls import Aws
-from tests.crashes.over_receipts import OverReceipts, declared
+from tests.crashes.receipt_subject import ReceiptSubject, common_options
 from tests.crashes.subjects import MakeSubject
 from tests.sqs_server import KEY, REGION, SqsServer
 
-#: Groups of a FIFO queue.
+#: Number of message groups of a FIFO queue.
 _GROUPS = 3
-#: Longer than all that a case lets pass: 14 days.
+#: 14 days in seconds: longer than the simulated time of a case.
 _RETENTION = "1209600"
 _COUNTS = tuple(f"ApproximateNumberOfMessages{which}" for which in ("", "NotVisible", "Delayed"))
 
 
 class Moto:
-    """Where the queues are, and their clocks."""
+    """The address of moto's server, and the folder of its clock offsets."""
 
     def __init__(self, url: str, clocks: Path) -> None:
         self.url = url
         self.clocks = clocks
 
     def client(self, service: str) -> Any:
-        """A client of this process's own: a fork must not share its connections."""
+        """Returns a client that only this process uses: forks must not share connections."""
         return _client(os.getpid(), service, self.url)
 
 
@@ -54,7 +53,7 @@ def _client(pid: int, service: str, url: str) -> Any:
 
 @contextmanager
 def moto() -> Iterator[Moto]:
-    """A server that child processes find through the environment."""
+    """Starts moto's server; child processes find it through the environment."""
     result = {
         "AWS_ACCESS_KEY_ID": KEY["aws_access_key_id"],
         "AWS_SECRET_ACCESS_KEY": KEY["aws_secret_access_key"],
@@ -78,21 +77,21 @@ def moto() -> Iterator[Moto]:
 
 
 @contextmanager
-def over_sqs(*, fifo: bool = False) -> Iterator[MakeSubject]:
-    """Creates subjects over queues of one kind."""
+def open_subjects(*, fifo: bool = False) -> Iterator[MakeSubject]:
+    """Yields a function that creates subjects over standard or FIFO queues."""
     result = _Fifo if fifo else _Sqs
     with moto() as server:
-        # What botocore reads of AWS's descriptions is read once, and the forks have it.
+        # Loads botocore's service models once for all forks.
         env = ProducerEnv(pipeline="warm", generation="warm", index=0)
         boto_client(SqsProducer(queue_name="warm", conn_id=None, endpoint_url=server.url), env)
-        dead_letters._WAIT_SECONDS = 0  # moto has one server to ask
+        dead_letters._WAIT_SECONDS = 0  # moto has one server
         yield lambda pipeline, folder: result(pipeline, folder, server)
 
 
-class _Sqs(OverReceipts):
+class _Sqs(ReceiptSubject):
     """A pipeline over a standard queue."""
 
-    # Failures on record are kept for 16 days: longer than SQS keeps a message.
+    # Recorded failures are kept for 16 days: longer than SQS keeps a message.
     permanent = r"^[^/]+/sqs/[^/]+/attempts/"
     suffix: ClassVar[str] = ""
 
@@ -100,7 +99,7 @@ class _Sqs(OverReceipts):
         super().__init__(pipeline, folder)
         self._server = server
         self._place = hashlib.md5(str(folder).encode()).hexdigest()[:12]
-        self._ahead = 0.0
+        self._clock_offset = 0.0
         attributes = {"MessageRetentionPeriod": _RETENTION}
         if self.suffix:
             attributes["FifoQueue"] = "true"
@@ -131,36 +130,36 @@ class _Sqs(OverReceipts):
                 lease=self.lease,
                 receive_concurrency=1,
                 wait_time_seconds=0,
-                **declared(self.pipeline.producer),
+                **common_options(self.pipeline.producer),
             )
         }
 
     def pass_time(self, seconds: float) -> None:
-        self._ahead += seconds
-        (self._server.clocks / self._place).write_text(str(self._ahead))
+        self._clock_offset += seconds
+        (self._server.clocks / self._place).write_text(str(self._clock_offset))
 
     def send(self, bodies: Sequence[bytes]) -> list[str]:
         client = self._server.client("sqs")
         ids: list[str] = []
         for start in range(0, len(bodies), 10):
             entries = [self._entry(body.decode()) for body in bodies[start : start + 10]]
-            answer = client.send_message_batch(QueueUrl=self._queue, Entries=entries)
-            known = {entry["Id"]: entry["MessageId"] for entry in answer["Successful"]}
-            ids += [known[entry["Id"]] for entry in entries]
+            response = client.send_message_batch(QueueUrl=self._queue, Entries=entries)
+            ids_by_number = {entry["Id"]: entry["MessageId"] for entry in response["Successful"]}
+            ids += [ids_by_number[entry["Id"]] for entry in entries]
         return ids
 
     def _entry(self, body: str) -> dict[str, str]:
         return {"Id": body, "MessageBody": body}
 
     def waiting(self) -> int:
-        answer = self._server.client("sqs").get_queue_attributes(
+        response = self._server.client("sqs").get_queue_attributes(
             QueueUrl=self._queue, AttributeNames=["All"]
         )
-        return sum(int(answer["Attributes"][name]) for name in _COUNTS)
+        return sum(int(response["Attributes"][name]) for name in _COUNTS)
 
-    def letters(self) -> list[Letter]:
+    def letters(self) -> list[DeadLetter]:
         client = self._server.client("sqs")
-        result: list[Letter] = []
+        result: list[DeadLetter] = []
         while messages := client.receive_message(
             QueueUrl=self._dead, MaxNumberOfMessages=10, MessageAttributeNames=["All"]
         ).get("Messages"):
@@ -174,15 +173,15 @@ class _Sqs(OverReceipts):
             client.delete_message_batch(QueueUrl=self._dead, Entries=entries)
         return result
 
-    def _letter(self, attributes: Mapping[str, Any], body: str) -> Letter:
-        # A standard queue has a letter twice where a run was killed between its sending and its
-        # original's deletion: this attribute identifies it.
-        key, why = (attributes[f"broadway_{name}"] for name in ("message_id", "reason"))
-        return Letter(key["StringValue"], True, why["StringValue"], body.encode())
+    def _letter(self, attributes: Mapping[str, Any], body: str) -> DeadLetter:
+        # A kill between sending a dead letter and deleting its original duplicates the dead letter;
+        # the attribute identifies it.
+        key, reason = (attributes[f"broadway_{name}"] for name in ("message_id", "reason"))
+        return DeadLetter(key["StringValue"], True, reason["StringValue"], body.encode())
 
 
 class _Fifo(_Sqs):
-    """A pipeline over a FIFO queue, whose messages are in three groups."""
+    """A pipeline over a FIFO queue with three message groups."""
 
     suffix = ".fifo"
 

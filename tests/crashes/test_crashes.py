@@ -1,6 +1,6 @@
-"""A fixed part of the campaign of ``make faults``: some 850 runs over the embedded queue.
+"""A fixed part of the campaigns of ``make faults``: about 850 runs over the embedded queue.
 
-The campaign is a program of its own: it forks, and a test session has threads.
+The campaigns run in separate processes: they fork, and a test session has threads.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import pytest
 
 from airflow_broadway.testing.crashes.spark import uses_spark
 from scripts.airflow_env import ROOT
-from tests.crashes.campaigns import pipelines_of
+from tests.crashes.campaigns import pipeline_names
 from tests.crashes.mutants import MUTANTS
 from tests.crashes.pipelines import PIPELINES
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
-#: Of the cases of each pipeline, where it is not the least.
+#: Share of the cases by pipeline; LEAST for all others.
 SHARES = {
     "batches": 0.0016,
     "no batchers": 0.0025,
@@ -34,7 +34,7 @@ LEAST = 0.0008
 
 
 def run(module: str, *options: str) -> str:
-    """Runs a program of the campaign; what it prints."""
+    """Runs a program; returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", module, *options],
         cwd=ROOT,
@@ -47,27 +47,30 @@ def run(module: str, *options: str) -> str:
     return done.stdout
 
 
-def strike(report: Path, broker: str, pipeline: str, share: float, pairs: int = 0) -> int:
-    """Strikes a share of the cases: none may come out badly, and no call be a gap; how many."""
+def run_campaign(report: Path, broker: str, pipeline: str, share: float, pairs: int = 0) -> int:
+    """Runs a share of the cases; checks that none failed, and that no call was skipped.
+
+    Returns the number of cases.
+    """
     result = run(
         "tests.crashes",
         *("--broker", broker, "--pipeline", pipeline),
         *("--share", str(share), "--pairs", str(pairs)),
         *("--jobs", "1", "--report", str(report)),
     )
-    [sums] = json.loads(report.read_text())
-    assert (sums["failures"], sums["unsteady"]) == ([], []), result
-    assert sums["points"] >= min(5, sums["cases"])
-    return int(sums["cases"])
+    [totals] = json.loads(report.read_text())
+    assert (totals["failures"], totals["unsteady"]) == ([], []), result
+    assert totals["points"] >= min(5, totals["cases"])
+    return int(totals["cases"])
 
 
 @pytest.mark.parametrize(
-    "pipeline", [name for name in pipelines_of("sqlite") if not uses_spark(PIPELINES[name])]
+    "pipeline", [name for name in pipeline_names("sqlite") if not uses_spark(PIPELINES[name])]
 )
 def test_every_message_is_accounted_for_at_every_crash_point(tmp_path, pipeline):
     pairs = 2 if pipeline in SHARES else 1
     share = SHARES.get(pipeline, LEAST)
-    assert strike(tmp_path / "report", "sqlite", pipeline, share, pairs) >= 5
+    assert run_campaign(tmp_path / "report", "sqlite", pipeline, share, pairs) >= 5
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_every_message_is_accounted_for_at_every_crash_point(tmp_path, pipeline)
     ids=["archive", "dead letters"],
 )
 def test_backfills_and_requeues_account_for_every_message(tmp_path, source, pipeline, share):
-    assert strike(tmp_path / "report", f"sqlite {source}", pipeline, share) >= 5
+    assert run_campaign(tmp_path / "report", f"sqlite {source}", pipeline, share) >= 5
 
 
 @pytest.mark.slow
@@ -93,37 +96,37 @@ def test_backfills_and_requeues_account_for_every_message(tmp_path, source, pipe
     ],
 )
 def test_operators_and_brokers_account_for_every_message(tmp_path, broker, pipeline):
-    assert strike(tmp_path / "report", broker, pipeline, 0.002) >= 3
+    assert run_campaign(tmp_path / "report", broker, pipeline, 0.002) >= 3
 
 
 #: Findings of past campaigns: broker, pipeline, case.
-FOUND = {
+FINDINGS = {
     "kafka: a settlement fails at its last step": (
         "kafka",
         "no batchers",
-        "one/process/1 mkdir staging/NoBatchers/kafka/<1>/ended/<instant> #1: error",
+        "one/process/1 mkdir staging/NoBatchers/kafka/<1>/ended/<timestamp> #1: error",
     ),
-    "kafka: a process wakes after its lease, before it claims": (
+    "kafka: a process resumes after its lease, before it claims": (
         "kafka",
         "no batchers",
         "one/process/1 replace staging/NoBatchers/kafka/<1>/<6>/lease.json #1:"
-        " asleep after [lapse]",
+        " suspended after [lapse]",
     ),
-    "kafka: a process wakes to an empty log": (
+    "kafka: a process resumes with an empty log": (
         "kafka key",
         "one task",
-        "one/run/1 create staging/.tmp- #1: asleep before [lapse]",
+        "one/run/1 create staging/.tmp- #1: suspended before [lapse]",
     ),
     "kafka: immediate settlements before a lapse": (
         "kafka key",
-        "at once",
-        "one/look/1 write staging/AtOnce/kafka/<2>/<3>/.tmp- #1: killed before [lapse]",
+        "acks immediately",
+        "one/poke/1 write staging/AcksImmediately/kafka/<2>/<3>/.tmp- #1: killed before [lapse]",
     ),
     "kafka: two settlements send the same dead letters": (
         "kafka key",
         "two batchers",
         "one/ack/1 replace staging/TwoBatchers/kafka/<8>/<9>/letters-<12>.json #1:"
-        " asleep before [next run]",
+        " suspended before [next run]",
     ),
     "rabbitmq: a bundle is confirmed after a timeout": (
         "rabbitmq",
@@ -144,7 +147,7 @@ FOUND = {
         "pubsub",
         "batches",
         "one/batch.default/1 list staging/Batches/crashes/one/<1> #3:"
-        " asleep after [next run, traffic]",
+        " suspended after [next run, traffic]",
     ),
     "s3: a fork uses a client of its own": (
         "sqlite on s3",
@@ -174,13 +177,13 @@ FOUND = {
     "one task: the answer of a receive is lost": (
         "sqlite",
         "one task",
-        "one/run/1 COMMIT #2: answer lost [retry, traffic]",
+        "one/run/1 COMMIT #2: response lost [retry, traffic]",
     ),
     "pubsub: a suspect and an earlier message of its key": (
         "pubsub ordered",
-        "at once",
+        "acks immediately",
         "one/process/1 handle_message #8: killed before, then one/process/2 create"
-        " staging/AtOnce/crashes/one/<11>/.tmp- #2: killed after [clear]",
+        " staging/AcksImmediately/crashes/one/<11>/.tmp- #2: killed after [clear]",
     ),
     "one task: a callback fails at its first message": (
         "sqlite",
@@ -191,9 +194,9 @@ FOUND = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("found", FOUND)
-def test_past_findings_stay_fixed(found):
-    broker, pipeline, case = FOUND[found]
+@pytest.mark.parametrize("finding", FINDINGS)
+def test_past_findings_stay_fixed(finding):
+    broker, pipeline, case = FINDINGS[finding]
     result = run("tests.crashes", "--broker", broker, "--pipeline", pipeline, "--only", case)
     assert "1 cases" in result
     clean = "0 lost, 0 unmarked, 0 left over, 0 rows missing, 0 repeated, 0 other mistakes"
@@ -203,13 +206,13 @@ def test_past_findings_stay_fixed(found):
 @pytest.mark.parametrize(
     "mutant",
     [
-        # What is lost is looked for in a dozen runs.
+        # Slow: lost messages are searched for in a dozen runs.
         pytest.param(name, marks=pytest.mark.slow if item.broker == "sqs letters" else ())
         for name, item in MUTANTS.items()
     ],
 )
 def test_a_removed_guard_is_detected(mutant):
-    whole, broken = json.loads(run("tests.crashes.mutants", mutant))
+    unchanged, mutated = json.loads(run("tests.crashes.mutants", mutant))
 
-    assert whole == []
-    assert any(line.startswith(MUTANTS[mutant].found) for line in broken), broken
+    assert unchanged == []
+    assert any(line.startswith(MUTANTS[mutant].violation) for line in mutated), mutated

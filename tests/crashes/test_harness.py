@@ -1,4 +1,4 @@
-"""The harness itself: cases leave no processes behind, and points not struck are reported."""
+"""The harness itself: cases leave no processes behind, and skipped points are reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.airflow_env import ROOT
 
 pytestmark = pytest.mark.faults
 
-#: The beginning of each program.
+#: The head of every program.
 HEAD = """
 import os, sys
 from functools import partial
@@ -25,13 +25,13 @@ from tests.crashes.pipelines import Batches, NoBatchers
 def campaign(pipeline, subject=Embedded):
     return Campaign(partial(subject, pipeline), MESSAGES, Path(sys.argv[1]))
 """
-#: The subject raises while a process sleeps.
+#: The subject raises while a process is suspended.
 RAISES = """
 class Raises(Embedded):
     def pass_time(self, seconds):
         raise OSError("the broker is gone")
 
-case = Case.parse("one/process/1 return #1: asleep before [lapse]")
+case = Case.parse("one/process/1 return #1: suspended before [lapse]")
 try:
     campaign(Batches, Raises).run(case)
 except OSError as error:
@@ -41,32 +41,32 @@ try:
 except ChildProcessError:
     print("no child is left")
 """
-#: Who recovers from a death falls asleep.
-SLEEPS = """
-for sleeper in ("one/process/2", "drain-1/process/1"):
-    strikes = f"one/process/1 return #1: killed before, then {sleeper} return #1: asleep before"
-    result = campaign(Batches).run(Case.parse(strikes))
-    assert result.good, result.account.lines
-    task = sleeper[:-2]
-    print([each.ended.value for each in result.executions if each.name.startswith(task)])
+#: A recovery is suspended.
+SUSPENDED = """
+for recovery in ("one/process/2", "drain-1/process/1"):
+    faults = f"one/process/1 return #1: killed before, then {recovery} return #1: suspended before"
+    result = campaign(Batches).run(Case.parse(faults))
+    assert result.passed, result.account.lines
+    executions = [one for one in result.executions if one.name.startswith(recovery[:-2])]
+    print([execution.end_state.value for execution in executions])
 """
-#: Two runs recover side by side, and one of them falls asleep in the midst.
-BESIDE = """
-strikes = "one/process/1 return #1: killed before, then two/look/1 return #1: asleep before"
-result = campaign(NoBatchers).run(Case.parse(strikes + " [side by side]"))
-assert result.good, result.account.lines
-names = [each.name for each in result.executions if each.ended.value == "done"]
+#: Two recoveries run concurrently, and one of them is suspended.
+CONCURRENT = """
+faults = "one/process/1 return #1: killed before, then two/poke/1 return #1: suspended before"
+result = campaign(NoBatchers).run(Case.parse(faults + " [side by side]"))
+assert result.passed, result.account.lines
+names = [one.name for one in result.executions if one.end_state.value == "done"]
 print(*(name for name in names if name.startswith("t")))
 """
-#: A pipeline that makes another file in each run.
+#: A pipeline that creates another file in each run.
 ODD = """
 class Odd(NoBatchers):
     def handle_message(self, processor, message, context):
         open(f"by-{os.getpid()}", "a").close()
         return message
 
-sums = campaign(Odd).strike([])
-print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
+totals = campaign(Odd).run_cases([])
+print(sorted({point.call.kind for point in totals.unsteady}), len(totals.points))
 """
 
 
@@ -74,14 +74,17 @@ print(sorted({each.call.kind for each in sums.unsteady}), len(sums.points))
     ("program", "result"),
     [
         (RAISES, "the broker is gone\nno child is left\n"),
-        (SLEEPS, "['died', 'done', 'done']\n['done', 'done']\n"),
-        (BESIDE, "two/process/1 three/process/1 two/look/1 three/look/1 three/ack/1 two/ack/1\n"),
+        (SUSPENDED, "['died', 'done', 'done']\n['done', 'done']\n"),
+        (
+            CONCURRENT,
+            "two/process/1 three/process/1 two/poke/1 three/poke/1 three/ack/1 two/ack/1\n",
+        ),
         (ODD, "['create'] 0\n"),
     ],
-    ids=["a subject raises", "a second one sleeps", "two recover at once", "an odd pipeline"],
+    ids=["a subject raises", "a recovery is suspended", "two recoveries", "an unsteady pipeline"],
 )
 def test_no_process_is_left_behind_and_no_gap_is_hidden(tmp_path, program, result):
-    # A program of its own: it forks, and a test session has threads.
+    # In a separate process: it forks, and a test session has threads.
     done = subprocess.run(
         [sys.executable, "-c", HEAD + program, str(tmp_path)],
         cwd=ROOT,

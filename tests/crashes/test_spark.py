@@ -1,4 +1,4 @@
-"""The Spark engine's own points: its driver, and the task that waits for it."""
+"""The crash points of Spark batchers: the driver, and the task that waits for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from airflow_broadway import BatchInfo
 from airflow_broadway.testing.crashes.campaign import Campaign
 from airflow_broadway.testing.crashes.case import Case, Recovery
-from airflow_broadway.testing.crashes.points import Call, Fault, Point, Strike
+from airflow_broadway.testing.crashes.points import Call, Fault, Injection, Point
 from airflow_broadway.testing.crashes.spark import warm_spark
 from airflow_broadway.testing.crashes.subject import Embedded
 from tests.crashes.campaigns import MESSAGES
@@ -41,28 +41,28 @@ def campaign(jvm, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("task", "call", "what", "recovery"),
+    ("task", "call", "fault", "recovery"),
     [
-        # The driver dies in its second batch: the first one's outcome stands.
+        # The driver dies in its second batch: the first batch has its outcome.
         ("driver", (BATCH, 2), Fault.KILLED_BEFORE, Recovery.RETRY),
-        # It sleeps, and finds that the next try has handled its batches.
-        ("driver", (BATCH, 1), Fault.ASLEEP_BEFORE, Recovery.RETRY),
-        # The task dies, and its driver is at work next to the next try's.
+        # The driver is suspended, and then finds that the next try has handled its batches.
+        ("driver", (BATCH, 1), Fault.SUSPENDED_BEFORE, Recovery.RETRY),
+        # The task dies, and its driver runs concurrently with the next try's.
         ("spark", (DRIVER, 1), Fault.KILLED_HALFWAY, Recovery.RETRY),
-        # spark-submit is lost after the driver has done all.
-        ("spark", (DRIVER, 1), Fault.ANSWER_LOST, Recovery.RETRY),
+        # spark-submit fails after the driver has succeeded.
+        ("spark", (DRIVER, 1), Fault.RESPONSE_LOST, Recovery.RETRY),
     ],
 )
-def test_every_message_is_accounted_for(campaign, task, call, what, recovery):
+def test_every_message_is_accounted_for(campaign, task, call, fault, recovery):
     point = Point(f"one/{task}/1", *call)
 
-    result = campaign.run(Case((Strike(point, what),), recovery))
+    result = campaign.run(Case((Injection(point, fault),), recovery))
 
-    assert result.good, (result.account.lines, result.folder)
+    assert result.passed, (result.account.lines, result.folder)
 
 
 class Works(OnSpark):
-    """The first ``handle_batch`` makes a file while its job, of a minute, is at work."""
+    """Starts a job of a minute in the first ``handle_batch``, and creates a file during it."""
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         spark = messages.sparkSession
@@ -87,22 +87,23 @@ def test_spark_jobs_end_with_their_driver(tmp_path):
 
     result = Campaign(partial(Embedded, Works), MESSAGES, tmp_path).run(case)
 
-    assert result.good, (result.account.lines, result.folder)
-    # What no callback has seen would fail, and be a dead letter.
-    assert set(result.account.fates.values()) == {"acked", "dead"}
-    assert list(result.account.fates.values()).count("dead") == 2
+    assert result.passed, (result.account.lines, result.folder)
+    # A message that no callback received would have been dead-lettered.
+    assert set(result.account.outcomes.values()) == {"acked", "dead"}
+    assert list(result.account.outcomes.values()).count("dead") == 2
 
 
 class Appends(OnSpark):
-    """A user's: it appends what a batch has, so that what comes again is there twice."""
+    """Appends the rows of each batch, so that a repeated batch duplicates them."""
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
-        # The JVM is in another folder.
+        # An absolute path: the JVM has another working folder.
+
         messages.select("data").write.mode("append").text(str(Path.cwd() / "rows"))
 
 
 class Replaces(OnSpark):
-    """The same, mended: it writes over what the batch wrote before."""
+    """Overwrites the rows of a repeated batch."""
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         place = Path.cwd() / "rows" / batch_info.batch_id

@@ -24,7 +24,7 @@ def test_a_row_is_typed_and_na_is_null() -> None:
 
 def test_the_data_is_what_the_demo_says_it_is() -> None:
     expected = Expected()
-    for _ in expected.watch(flights()):
+    for _ in expected.count(flights()):
         pass
 
     assert expected.sent == FLIGHTS == 336_776

@@ -1,4 +1,4 @@
-"""The broker interface of the fault tests, independent of our reports."""
+"""The broker interface of the fault tests, independent of the package's reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 
-class Dead(NamedTuple):
+class DeadLetter(NamedTuple):
     """One dead letter.
 
     :param marked: Whether it is marked as a possible duplicate.
@@ -19,18 +19,18 @@ class Dead(NamedTuple):
 
 
 class Broker(Protocol):
-    """A queue called ``killed`` at a broker of this run's own.
+    """A queue called ``killed``, at a broker that only this run uses.
 
-    :param stable_ids: Whether a message keeps one id across crashes.  Without an id by the broker,
-        it gets one at its first receipt, and a second one if its receiver died between securing it
-        and acknowledging it; then both copies are marked, and each is settled.
+    :param stable_ids: Whether a message keeps one id across crashes.  A message without an id from
+        the broker gets one when it is received, and another one if its receiver dies between
+        securing and acknowledging it.  Then both copies are marked, and each is settled.
     """
 
     @property
     def stable_ids(self) -> bool: ...
 
     def variables(self) -> Mapping[str, str]:
-        """Environment variables for Airflow: the connections."""
+        """Returns the environment variables that define Airflow's connections."""
         ...
 
     def send(self, bodies: Sequence[bytes]) -> None:
@@ -38,17 +38,17 @@ class Broker(Protocol):
         ...
 
     def waiting(self) -> int:
-        """Messages that are neither settled nor dead: ready, delayed or leased."""
+        """Counts the messages that are ready, delayed or leased."""
         ...
 
     def leased(self) -> int:
-        """Leases that are open, or what else still holds messages."""
+        """Counts open leases, or messages that are in flight."""
         ...
 
-    def dead(self) -> list[Dead]:
-        """All dead letters."""
+    def dead_letters(self) -> list[DeadLetter]:
+        """Reads all dead letters."""
         ...
 
     def close(self) -> None:
-        """Stops what was started."""
+        """Stops the broker, or closes its client."""
         ...

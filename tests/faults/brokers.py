@@ -1,7 +1,7 @@
 """The brokers of the fault runs.
 
-Another broker takes part by an entry in :data:`BROKERS`, with a module of its own beside this one,
-and a pipeline in ``dags/killed_pipeline.py``.
+To add a broker, write a module next to this one, a pipeline in ``dags/killed_pipeline.py``, and an
+entry in :data:`BROKERS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.faults.brokers_rabbitmq import RabbitMQ
 from tests.faults.brokers_sqlite import Sqlite
 from tests.faults.brokers_sqs import Sqs
 
-#: By name: makes the broker's queue, with its files in a folder.
+#: By name: creates the broker's queue, with its files in a folder.
 BROKERS: Mapping[str, Callable[[Path], Broker]] = {
     "sqlite": Sqlite,
     "rabbitmq": RabbitMQ,

@@ -1,6 +1,6 @@
-"""Kafka in the fault runs: a broker of its own, which no kill of a task reaches.
+"""Kafka in the fault runs: a server that the task kills do not reach.
 
-What is left is told by Kafka itself: the group's offsets against the ends of the log.
+The consumer group's lag shows what is left.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.broker import Dead
+from tests.faults.broker import DeadLetter
 from tests.kafka_server import nearest_kafka
 
 _TOPIC, _GROUP, _RETRIES = "killed", "killed", "killed.retry"
@@ -35,24 +35,24 @@ class Kafka:
         self.server.fill(_TOPIC, bodies)
 
     def waiting(self) -> int:
-        """Also what is finished behind the first that is not: Kafka keeps one number."""
+        """Counts the group's lag: also finished messages behind the first unfinished one."""
         return sum(self.server.lag(_GROUP, topic) for topic in (_TOPIC, _RETRIES))
 
     def leased(self) -> int:
-        """Always 0: a held message holds up the group's offset, so ``waiting`` counts it."""
+        """Returns 0: an unfinished message holds back the group's offset, so it is in the lag."""
         return 0
 
-    def dead(self) -> list[Dead]:
+    def dead_letters(self) -> list[DeadLetter]:
         letters = []
         for message in self.server.read(f"{_TOPIC}-dlt"):
             headers: Any = message.headers()
-            why = {name: value.decode() for name, value in headers}
+            attributes = {name: value.decode() for name, value in headers}
             letters.append(
-                Dead(
+                DeadLetter(
                     int(message.value() or b""),
-                    int(why["broadway.attempt"]),
-                    why["__connect.errors.exception.message"],
-                    marked=why["broadway.again"] == "1",
+                    int(attributes["broadway.attempt"]),
+                    attributes["__connect.errors.exception.message"],
+                    marked=attributes["broadway.again"] == "1",
                 )
             )
         return letters

@@ -1,6 +1,6 @@
-"""Pub/Sub in the fault runs: the tests' own stub, in the process that kills, and so never killed.
+"""Pub/Sub in the fault runs: a stub in the parent process, which is never killed.
 
-Google's emulator says of no subscription how much is left in it; the stub knows.
+Google's emulator does not report a subscription's backlog; the stub does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.faults.broker import Dead
+from tests.faults.broker import DeadLetter
 from tests.pubsub_server import PROJECT, StubServer
 
 
@@ -25,9 +25,9 @@ class PubSub:
         self._dead = self.server.subscription(dead, "killed-dead")
 
     def variables(self) -> Mapping[str, str]:
-        known = {"conn_type": "google_cloud_platform", "extra": {"project": PROJECT}}
+        connection = {"conn_type": "google_cloud_platform", "extra": {"project": PROJECT}}
         return {
-            "AIRFLOW_CONN_KILLED_PUBSUB": json.dumps(known),
+            "AIRFLOW_CONN_KILLED_PUBSUB": json.dumps(connection),
             "PUBSUB_EMULATOR_HOST": self.server.host,
         }
 
@@ -38,25 +38,25 @@ class PubSub:
         return len(self.server.attempts(self._subscription))
 
     def leased(self) -> int:
-        """Includes scheduled retries, which Pub/Sub does not tell apart."""
+        """Counts outstanding messages and retries: Pub/Sub does not separate them."""
         with self.server.broker.changed:
             return len(self.server.broker.subscriptions[self._subscription].flying)
 
-    def dead(self) -> list[Dead]:
-        """The mark of a second letter of one message is the id that stands in both."""
-        letters: list[Dead] = []
+    def dead_letters(self) -> list[DeadLetter]:
+        """Reads all dead letters; a repeated message id marks a duplicate."""
+        letters: list[DeadLetter] = []
         seen: set[str] = set()
         for held in self.server.held(self._dead):
-            why = held.attributes
+            attributes = held.attributes
             letters.append(
-                Dead(
+                DeadLetter(
                     int(held.data),
-                    int(why["broadway_attempt"]),
-                    why["broadway_reason"],
-                    marked=why["broadway_message_id"] in seen,
+                    int(attributes["broadway_attempt"]),
+                    attributes["broadway_reason"],
+                    marked=attributes["broadway_message_id"] in seen,
                 )
             )
-            seen.add(why["broadway_message_id"])
+            seen.add(attributes["broadway_message_id"])
         return letters
 
     def close(self) -> None:

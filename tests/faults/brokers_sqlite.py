@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from airflow_broadway.producers.sqlite import SqliteQueue
-from tests.faults.broker import Dead
+from tests.faults.broker import DeadLetter
 
 
 class Sqlite:
-    """The embedded queue, in a file of its own."""
+    """An embedded queue in a file that only this run uses."""
 
     stable_ids = True
 
@@ -33,9 +33,9 @@ class Sqlite:
     def leased(self) -> int:
         return len(self._queue.leases())
 
-    def dead(self) -> list[Dead]:
+    def dead_letters(self) -> list[DeadLetter]:
         return [
-            Dead(int(letter.body), letter.attempt, letter.reason)
+            DeadLetter(int(letter.body), letter.attempt, letter.reason)
             for letter in self._queue.dead_letters(limit=None)
         ]
 

@@ -1,4 +1,4 @@
-"""SQS in the fault runs: moto's server in a process of its own, which no kill of a task reaches."""
+"""SQS in the fault runs: moto's server, in a process that the task kills do not reach."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.faults.broker import Dead
+from tests.faults.broker import DeadLetter
 from tests.sqs_server import SqsServer
 
 
 class Sqs:
-    """The queue ``killed``, whose redrive policy names ``killed-dead`` and never acts itself."""
+    """The queue ``killed``, with a redrive policy to ``killed-dead`` that never takes effect."""
 
     stable_ids = True
 
@@ -28,25 +28,25 @@ class Sqs:
 
     def send(self, bodies: Sequence[bytes]) -> None:
         for start in range(0, len(bodies), 10):
-            answer = self._client.send_message_batch(
+            response = self._client.send_message_batch(
                 QueueUrl=self._url,
                 Entries=[
                     {"Id": str(place), "MessageBody": body.decode()}
                     for place, body in enumerate(bodies[start : start + 10])
                 ],
             )
-            assert not answer.get("Failed")
+            assert not response.get("Failed")
 
     def waiting(self) -> int:
         return sum(self.server.depth(self._url))
 
     def leased(self) -> int:
-        """Includes scheduled retries, which SQS does not tell apart."""
+        """Counts messages in flight, including scheduled retries: SQS does not separate them."""
         return self.server.depth(self._url)[1]
 
-    def dead(self) -> list[Dead]:
-        """The mark of a second letter of one message is the id that stands in both."""
-        letters: list[Dead] = []
+    def dead_letters(self) -> list[DeadLetter]:
+        """Reads all dead letters; a repeated message id marks a duplicate."""
+        letters: list[DeadLetter] = []
         receipts: list[str] = []
         seen: set[str] = set()
         while messages := self._client.receive_message(
@@ -56,19 +56,19 @@ class Sqs:
             VisibilityTimeout=3600,
         ).get("Messages"):
             for message in messages:
-                why = {
+                attributes = {
                     name: value["StringValue"]
                     for name, value in message["MessageAttributes"].items()
                 }
                 letters.append(
-                    Dead(
+                    DeadLetter(
                         int(message["Body"]),
-                        int(why["broadway_attempt"]),
-                        why["broadway_reason"],
-                        marked=why["broadway_message_id"] in seen,
+                        int(attributes["broadway_attempt"]),
+                        attributes["broadway_reason"],
+                        marked=attributes["broadway_message_id"] in seen,
                     )
                 )
-                seen.add(why["broadway_message_id"])
+                seen.add(attributes["broadway_message_id"])
                 receipts.append(message["ReceiptHandle"])
         for receipt in receipts:
             self._client.change_message_visibility(

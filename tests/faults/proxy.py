@@ -1,4 +1,4 @@
-"""A proxy between a client and its broker, which harms what goes through it."""
+"""A TCP proxy that injects network faults between clients and a server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any, Self
 
 
 class Relay(ABC):
-    """Accepts connections for a broker.
+    """Accepts connections and opens one to the target for each.
 
-    :param host: The address on which clients find it.
-    :param port: Where clients find it; one that is free, unless given.
+    :param target: Host and port of the server.
+    :param host: The address to listen on.
+    :param port: The port to listen on; 0: any free port.
     """
 
     def __init__(self, target: tuple[str, int], *, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -31,10 +32,10 @@ class Relay(ABC):
         self.close()
 
     def close(self) -> None:
-        """Takes no connection any more; those that are there stay."""
+        """Stops accepting connections; existing connections stay open."""
         try:
-            self._server.shutdown(socket.SHUT_RDWR)  # or accept would go on waiting
-        except OSError:  # closed already
+            self._server.shutdown(socket.SHUT_RDWR)  # interrupts accept
+        except OSError:  # already closed
             return
         self._server.close()
 
@@ -45,97 +46,101 @@ class Relay(ABC):
                 broker = socket.create_connection(self._target)
             except OSError:
                 return
-            self._join(client, broker)
+            self._relay(client, broker)
 
     @abstractmethod
-    def _join(self, client: socket.socket, broker: socket.socket) -> None:
-        """Lets bytes through in both directions, from now on."""
+    def _relay(self, client: socket.socket, broker: socket.socket) -> None:
+        """Starts to forward bytes in both directions."""
 
 
 class Proxy(Relay):
     """Cuts, stalls, delays and half-closes connections.
 
-    :param latency: Seconds for which everything is on its way, in each direction.
+    :param latency: One-way delay in seconds.
     """
 
-    def __init__(self, target: tuple[str, int], *, latency: float = 0.0, **where: Any) -> None:
+    def __init__(self, target: tuple[str, int], *, latency: float = 0.0, **address: Any) -> None:
         self.latency = latency
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._gate = threading.Event()
         self._gate.set()
-        super().__init__(target, **where)
+        super().__init__(target, **address)
 
     def __exit__(self, *_: object) -> None:
         self.close()
         self.cut()
 
     def cut(self) -> None:
-        """Drops every connection."""
+        """Closes every connection."""
         self._gate.set()
         for pair in list(self._pairs):
-            for end in pair:
-                _hang_up(end)
+            for connection in pair:
+                _shut_down(connection)
         self._pairs.clear()
 
     def stall(self) -> None:
-        """Lets nothing through."""
+        """Stops forwarding; connections stay open."""
         self._gate.clear()
 
-    def go_on(self) -> None:
-        """Lets everything through."""
+    def resume(self) -> None:
+        """Resumes forwarding."""
         self._gate.set()
 
     def half_close(self) -> None:
-        """Ends what the clients send, not what they receive."""
+        """Half-closes every connection to the server: clients can receive, but not send."""
         for _, broker in list(self._pairs):
             try:
                 broker.shutdown(socket.SHUT_WR)
             except OSError:
                 continue
 
-    def _join(self, client: socket.socket, broker: socket.socket) -> None:
+    def _relay(self, client: socket.socket, broker: socket.socket) -> None:
         self._pairs.append((client, broker))
-        for end in (client, broker):
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        ways = []
+        for connection in (client, broker):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        forwarders = []
         for source, target in ((client, broker), (broker, client)):
-            way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-            threading.Thread(target=self._take, args=(source, way), daemon=True).start()
-            ways.append(threading.Thread(target=self._give, args=(way, source, target)))
-        threading.Thread(target=self._forget, args=((client, broker), ways), daemon=True).start()
+            buffer: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+            threading.Thread(target=self._receive, args=(source, buffer), daemon=True).start()
+            forwarders.append(threading.Thread(target=self._forward, args=(buffer, source, target)))
+        threading.Thread(
+            target=self._close_when_done, args=((client, broker), forwarders), daemon=True
+        ).start()
 
-    def _forget(
-        self, pair: tuple[socket.socket, socket.socket], ways: list[threading.Thread]
+    def _close_when_done(
+        self, pair: tuple[socket.socket, socket.socket], forwarders: list[threading.Thread]
     ) -> None:
-        """Closes a connection that has ended in both directions."""
-        for way in ways:
-            way.daemon = True
-            way.start()
-        for way in ways:
-            way.join()
-        for end in pair:
-            end.close()
-        with suppress(ValueError):  # it was cut
+        """Closes a connection after both directions have ended."""
+        for buffer in forwarders:
+            buffer.daemon = True
+            buffer.start()
+        for buffer in forwarders:
+            buffer.join()
+        for connection in pair:
+            connection.close()
+        with suppress(ValueError):  # removed by cut()
             self._pairs.remove(pair)
 
-    def _take(self, source: socket.socket, way: queue.SimpleQueue[tuple[float, bytes]]) -> None:
+    def _receive(
+        self, source: socket.socket, buffer: queue.SimpleQueue[tuple[float, bytes]]
+    ) -> None:
         data = b"."
         while data:
             try:
                 data = source.recv(65536)
             except OSError:
                 data = b""
-            way.put((time.monotonic() + self.latency, data))
+            buffer.put((time.monotonic() + self.latency, data))
 
-    def _give(
+    def _forward(
         self,
-        way: queue.SimpleQueue[tuple[float, bytes]],
+        buffer: queue.SimpleQueue[tuple[float, bytes]],
         source: socket.socket,
         target: socket.socket,
     ) -> None:
         try:
             while True:
-                due, data = way.get()
+                due, data = buffer.get()
                 time.sleep(max(0.0, due - time.monotonic()))
                 self._gate.wait()
                 if not data:
@@ -143,18 +148,18 @@ class Proxy(Relay):
                     return
                 target.sendall(data)
         except OSError:
-            _hang_up(source)
-            _hang_up(target)
+            _shut_down(source)
+            _shut_down(target)
 
 
-def _hang_up(end: socket.socket) -> None:
-    """Ends a connection so that its other side knows at once.
+def _shut_down(connection: socket.socket) -> None:
+    """Shuts a connection down and closes it, so that the peer notices immediately.
 
-    Closing alone does nothing while another thread reads from it: the broker would take the client
-    for alive, and keep what that one has not acknowledged, until a heartbeat.
+    While another thread reads from a socket, ``close`` alone sends no FIN.  The broker would then
+    keep the client's unacknowledged messages until a heartbeat is missed.
     """
     try:
-        end.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it is gone, or closed already
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # already disconnected or closed
         pass
-    end.close()
+    connection.close()

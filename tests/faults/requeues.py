@@ -1,7 +1,7 @@
-"""Dead letters that are requeued by a command, which is killed at random times, and repeated.
+"""Kills ``airflow-broadway dead-letters requeue`` at random times and repeats it.
 
-It is ``airflow-broadway dead-letters requeue``, in a process of its own.  What it sent back dies
-once more while kills are left; in the end all is sent back, handled, and counted.
+The requeued messages are dead-lettered again until all kills are done.  Then all are requeued,
+handled and counted.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pathlib import Path
 from scripts.airflow_env import ROOT
 from tests.faults.broker import Broker
 from tests.faults.brokers import BROKERS
-from tests.faults.dags.killed_pipeline import noted
-from tests.faults.found import Found
-from tests.faults.letters_worker import AT_WORK, HANDLED
+from tests.faults.case_result import CaseResult
+from tests.faults.dags.killed_pipeline import read_inputs
+from tests.faults.dead_letter_worker import HANDLED, READY
 
-#: Seconds within which the command is killed at first.
+#: Maximum seconds until the first kill.
 _SPAN = 2.0
-#: Seconds until letters that a killed command had looked at are others' again.
-_PATIENCE = 90.0
+#: Seconds within which dead letters that a killed command had received are visible again.
+_DRAIN_TIMEOUT = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requeues:
+class RequeueCase:
     """A case of requeued dead letters, with its kills.
 
-    :param letters: How many.
-    :param kills: Of the command that sends them back; one that moved nothing does not count.
+    :param letters: The number of dead letters.
+    :param kills: The number of kills of the requeue command that had requeued at least one message.
     """
 
     broker: str
@@ -43,60 +43,60 @@ class Requeues:
     kills: int
     seed: int
     folder: Path
-    tell: Callable[[str], None] = print
+    log: Callable[[str], None] = print
 
     @property
     def name(self) -> str:
         return f"{self.broker}.requeue"
 
 
-def run_requeues(case: Requeues) -> Found:
-    """Runs the case at a broker of its own."""
+def run_requeue_case(case: RequeueCase) -> CaseResult:
+    """Runs the case at a broker that only it uses."""
     case.folder.mkdir(parents=True, exist_ok=True)
     broker = BROKERS[case.broker](case.folder)
     try:
-        return _Requeues(case, broker).execute()
+        return _RequeueRun(case, broker).execute()
     finally:
         broker.close()
 
 
-class _Requeues:
-    def __init__(self, case: Requeues, broker: Broker) -> None:
+class _RequeueRun:
+    def __init__(self, case: RequeueCase, broker: Broker) -> None:
         self._case = case
         self._broker = broker
-        self._chance = random.Random(case.seed)
-        self._found = Found(case.name, case.letters)
-        #: How many were sent back by those before.
-        self._back = 0
-        #: Seconds between which the command is killed: they close in on what it takes.
-        self._early, self._late = 0.0, _SPAN
+        self._rng = random.Random(case.seed)
+        self._result = CaseResult(case.name, case.letters)
+        #: Messages that the previous commands have requeued.
+        self._requeued = 0
+        #: Bounds, in seconds, of the delay until a kill; they approach the command's duration.
+        self._min_delay, self._max_delay = 0.0, _SPAN
         self._env = {
             **os.environ,
             **broker.variables(),
             "AIRFLOW_HOME": str(case.folder / "airflow"),
         }
 
-    def execute(self) -> Found:
-        broker, found = self._broker, self._found
+    def execute(self) -> CaseResult:
+        broker, result = self._broker, self._result
         broker.send([b"%d" % number for number in range(self._case.letters)])
-        self._take("refuse")
+        self._drain("refuse")
         tries = 0
-        while found.killed.total() < self._case.kills and tries < 10 * self._case.kills:
+        while result.killed.total() < self._case.kills and tries < 10 * self._case.kills:
             tries += 1
-            if not self._killed():  # there is nothing left to send back
-                self._take("refuse")
-        if found.killed.total() < self._case.kills:
-            found.mistakes.append(f"the command was killed {found.killed.total()} times only")
-        self._send_all_back()
-        self._take("handle")
-        self._account()
-        return found
+            if not self._kill_requeue():  # all dead letters are requeued
+                self._drain("refuse")
+        if result.killed.total() < self._case.kills:
+            result.mistakes.append(f"the command was killed only {result.killed.total()} times")
+        self._requeue_all()
+        self._drain("handle")
+        self._check_messages()
+        return result
 
-    def _start(self, what: str) -> subprocess.Popen[str]:
-        line = [sys.executable, "-m", "tests.faults.letters_worker"]
+    def _start(self, action: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "tests.faults.dead_letter_worker"]
         with (self._case.folder / "worker.log").open("ab") as log:
             return subprocess.Popen(
-                [*line, self._case.broker, str(self._case.folder), what],
+                [*command, self._case.broker, str(self._case.folder), action],
                 cwd=ROOT,
                 env=self._env,
                 stdout=subprocess.PIPE,
@@ -104,69 +104,74 @@ class _Requeues:
                 text=True,
             )
 
-    def _take(self, what: str) -> None:
-        with self._start(what) as process:
+    def _drain(self, action: str) -> None:
+        with self._start(action) as process:
             code = process.wait()
         if code:
             raise AssertionError(f"the worker ended with {code}: see worker.log")
 
-    def _killed(self) -> bool:
-        """Begins to send back, and kills it; whether anything is left to send back."""
+    def _kill_requeue(self) -> bool:
+        """Starts the command and kills it; returns whether dead letters are left."""
         with self._start("requeue") as process:
             assert process.stdout is not None
-            while (line := process.stdout.readline()) and line.strip() != AT_WORK:
+            while (line := process.stdout.readline()) and line.strip() != READY:
                 pass
-            began = time.monotonic()
+            started = time.monotonic()
             try:
-                code = process.wait(self._chance.uniform(self._early, self._late))
+                code = process.wait(self._rng.uniform(self._min_delay, self._max_delay))
             except subprocess.TimeoutExpired:
                 process.kill()
                 code = process.wait()
-            lasted = time.monotonic() - began
-        back = self._broker.waiting()
-        when = "before" if not back else "amid" if back < self._case.letters else "after"
-        if when == "before":
-            self._early, self._late = (self._early + lasted) / 2, max(self._late, 1.5 * lasted)
-        if when == "after":
-            self._early, self._late = self._early / 2, (self._early + lasted) / 2
-        moved, self._back = back > self._back, 0 if when == "after" else back
+            duration = time.monotonic() - started
+        requeued = self._broker.waiting()
+        moment = (
+            "before" if not requeued else "during" if requeued < self._case.letters else "after"
+        )
+        if moment == "before":
+            self._min_delay, self._max_delay = (
+                (self._min_delay + duration) / 2,
+                max(self._max_delay, 1.5 * duration),
+            )
+        if moment == "after":
+            self._min_delay, self._max_delay = self._min_delay / 2, (self._min_delay + duration) / 2
+        moved, self._requeued = requeued > self._requeued, 0 if moment == "after" else requeued
         if code < 0 and moved:
-            self._found.killed[when] += 1
-            kills = self._found.killed.total()
-            self._case.tell(f"  kill {kills} of {self._case.kills}: {back} were sent back by then")
-        return when != "after"
+            self._result.killed[moment] += 1
+            kills = self._result.killed.total()
+            self._case.log(f"  kill {kills} of {self._case.kills}: {requeued} requeued so far")
+        return moment != "after"
 
-    def _send_all_back(self) -> None:
-        """Until no letter is left to requeue, nor hidden by a killed command."""
-        deadline = time.monotonic() + _PATIENCE
+    def _requeue_all(self) -> None:
+        """Requeues until no dead letter is left, including those that a killed command hid."""
+        deadline = time.monotonic() + _DRAIN_TIMEOUT
         quiet = 0
         while quiet < 2:
             with self._start("requeue") as process:
-                answer, _ = process.communicate()
-            report = json.loads(answer.split(AT_WORK, 1)[1])
+                output, _ = process.communicate()
+            report = json.loads(output.split(READY, 1)[1])
             if process.returncode or report["refused"]:
-                self._found.mistakes.append(f"what was sent back was refused: {report}")
-            quiet = 0 if report["requeued"] or not self._none_left() else quiet + 1
+                self._result.mistakes.append(f"the requeue was rejected: {report}")
+            quiet = 0 if report["requeued"] or not self._no_dead_letters() else quiet + 1
             if time.monotonic() > deadline:
-                self._found.mistakes.append("dead letters are left, and are not sent back")
+                self._result.mistakes.append("some dead letters were not requeued")
                 return
 
-    def _none_left(self) -> bool:
-        """Whether the broker has none.  Of Kafka, whose log has them for ever, only we know."""
-        return self._case.broker == "kafka" or not self._broker.dead()
+    def _no_dead_letters(self) -> bool:
+        """Returns whether no dead letter is left; for Kafka, whose log keeps them, always true."""
+        return self._case.broker == "kafka" or not self._broker.dead_letters()
 
-    def _account(self) -> None:
-        found, broker = self._found, self._broker
+    def _check_messages(self) -> None:
+        result, broker = self._result, self._broker
         if broker.waiting() or broker.leased():
-            found.mistakes.append(f"{broker.waiting()} messages and {broker.leased()} leases left")
-        calls = noted(str(self._case.folder / HANDLED))
+            result.mistakes.append(f"{broker.waiting()} messages and {broker.leased()} leases left")
+        calls = read_inputs(str(self._case.folder / HANDLED))
         copies = Counter(call.number for call in calls)
-        found.lost = [number for number in range(self._case.letters) if not copies[number]]
-        found.duplicates = copies.total() - len(copies)
-        # Each was sent back, and so may be a second one: none comes as if it were the first.
-        found.unmarked = sum(not call.redelivered for call in calls)
-        tried = {call.attempt for call in calls}
-        if tried != {1}:
-            found.mistakes.append(f"what was sent back came on the attempts {sorted(tried)}")
-        if self._case.broker == "sqlite" and found.duplicates:
-            found.mistakes.append("the embedded queue had a message in two places")
+        result.lost = [number for number in range(self._case.letters) if not copies[number]]
+        result.duplicates = copies.total() - len(copies)
+        # A requeued message may be a duplicate, so each must be marked.
+        result.unmarked = sum(not call.redelivered for call in calls)
+        attempts = {call.attempt for call in calls}
+        if attempts != {1}:
+            result.mistakes.append(f"requeued messages have the attempts {sorted(attempts)}")
+        if self._case.broker == "sqlite" and result.duplicates:
+            result.mistakes.append("the embedded queue duplicated a message")

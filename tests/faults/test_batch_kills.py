@@ -1,7 +1,7 @@
-"""kill -9 of a Python batcher's task between each two of its calls: on a disk, and on S3.
+"""Kills a Python batcher's task before each of its file or S3 calls.
 
-Whatever has an outcome is never handled again; what has none is handled again, in the same batch;
-and every message is settled once, by the outcome that stands.
+A batch with an outcome is not handled again.  A batch without one is handled again unchanged.
+Every message is settled once, by its recorded outcome.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tests.unit.runs.steps import Run
 pytestmark = pytest.mark.faults
 
 COUNT = 35
-#: What fails in the processor, and in the batches; four batches of ten hold the others.
+#: Messages that fail in the processor or in a batch; four batches of ten hold the others.
 DEAD = [n for n in range(COUNT) if n % 7 == 0 or n % 5 == 0]
 
-#: The calls of a folder by which something is read or kept.
+#: The methods of a folder that read or write.
 CALLS = ("create", "create_own", "exists", "list", "lines", "read", "sink", "source", "write_lines")
 
 
-def made(folder: Path, store: Store | None = None) -> Run:
-    """A run whose process task has ended; more of it is made by :func:`again`."""
+def make_run(folder: Path, store: Store | None = None) -> Run:
+    """Creates a run and sends its messages."""
     folder.mkdir()
     run = Run(folder, store=store)
     run.send(range(COUNT))
@@ -40,7 +40,7 @@ def made(folder: Path, store: Store | None = None) -> Run:
 
 
 def outcomes(run: Run) -> set[str]:
-    """The ids of the batches that have an outcome."""
+    """Returns the ids of the batches that have an outcome."""
     top = "outcomes/default"
     files = run.staged.files
     return {
@@ -52,7 +52,7 @@ def outcomes(run: Run) -> set[str]:
 
 
 def check(run: Run, reference: dict[str, Any]) -> None:
-    """Ends a run whose batcher was killed, and checks what became of every message."""
+    """Completes a run whose batcher was killed, and checks the state of every message."""
     recorded, before = outcomes(run), len(run.calls())
     run.batch(reference, try_number=2)
     report = run.ack()
@@ -65,16 +65,19 @@ def check(run: Run, reference: dict[str, Any]) -> None:
     assert run.depth() == (0, 0, 0, len(DEAD))
     assert run.unmarked() == []
     first, second = run.calls()[:before], run.calls()[before:]
-    # What had an outcome is not handled again, and nothing that was handled lacks one but what the
-    # task was at: one batch.
+    # No batch with an outcome is handled again.  At most one handled batch has no outcome: the one
+    # during which the task was killed.
     assert not recorded & {call.batch_id for call in second}
     assert len({call.batch_id for call in first} - recorded) <= 1
     handled = {call.number for call in run.calls()}
     assert handled == {n for n in range(COUNT) if n % 7}
 
 
-def died(step: Callable[[], object]) -> bool:
-    """Runs ``step`` in a child; whether it was killed, which it must do unless it succeeds."""
+def run_and_check_killed(step: Callable[[], object]) -> bool:
+    """Runs ``step`` in a child process; returns whether that was killed.
+
+    A child that is not killed must succeed.
+    """
     child = os.fork()
     if not child:
         code = 1
@@ -97,37 +100,37 @@ def died(step: Callable[[], object]) -> bool:
 def test_a_batcher_killed_before_any_disk_call_is_completed_by_the_next(
     tmp_path, monkeypatch, inline
 ):
-    # Given exceptions that outcomes hold, or that have files of their own
+    # Given exceptions that are stored in outcomes, or in separate files
     monkeypatch.setattr(recording, "INLINE_BYTES", inline)
     fatal, killed = 0, True
     while killed:
         # When the batcher's task dies before its first, its second, … call
         fatal += 1
-        run = made(tmp_path / str(fatal))
+        run = make_run(tmp_path / str(fatal))
         reference = run.process()
-        killed = died(lambda: deadly(fatal, lambda: run.batch(reference)))  # noqa: B023
+        killed = run_and_check_killed(lambda: kill_before_call(fatal, lambda: run.batch(reference)))  # noqa: B023
         # Then the next task completes it
         check(run, reference)
     assert fatal > 18
 
 
-def deadly(fatal: int, step: Callable[[], object]) -> None:
-    """Dies before the ``fatal``-th call that the step makes of the staging folder."""
-    counted = 0
+def kill_before_call(fatal: int, step: Callable[[], object]) -> None:
+    """Runs ``step``; kills this process before its ``fatal``-th call of the staging folder."""
+    calls = 0
 
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def count_calls(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def call(*given: Any, **named: Any) -> Any:
-            nonlocal counted
-            counted += 1
-            if counted == fatal:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == fatal:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return function(*given, **named)
+            return function(*args, **kwargs)
 
         return call
 
-    for name in CALLS:  # of a process that has nothing else to do
-        setattr(Folder, name, watched(getattr(Folder, name)))
+    for name in CALLS:  # never undone: the process ends after the step
+        setattr(Folder, name, count_calls(getattr(Folder, name)))
     step()
 
 
@@ -146,48 +149,48 @@ def server():
 @pytest.mark.timeout(900)  # a process for each request
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_batcher_killed_at_any_s3_request_is_completed_by_the_next(server, tmp_path, moment):
-    """``after``: the request was carried out, and its response never read."""
+    """``after``: the server executed the request, but the client did not read the response."""
     fatal, killed = 0, True
     while killed:
         fatal += 1
         root = server.root()
-        run = made(tmp_path / str(fatal), server.store(root))
+        run = make_run(tmp_path / str(fatal), server.store(root))
         reference = run.process()
 
         def batch(folder: Path = run.folder, root: str = root) -> None:
-            # With a client of its own: none survives a fork.
+            # With a new client: S3 clients do not survive a fork.
             Run(folder, store=server.store(root)).batch(reference)  # noqa: B023
 
-        with deadly_at(server, moment, fatal):
-            killed = died(batch)
+        with kill_at_request(server, moment, fatal):
+            killed = run_and_check_killed(batch)
         check(run, reference)
     assert fatal > 21
 
 
 def children() -> set[int]:
-    """The processes that this one has begun."""
+    """Returns the pids of this process's children."""
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
-class deadly_at:  # noqa: N801 - used as a function
-    """The server kills the child that is made in the block, at its ``fatal``-th request."""
+class kill_at_request:  # noqa: N801 - used as a function
+    """Lets the server kill the child that the block starts, at its ``fatal``-th request."""
 
     def __init__(self, server: S3Server, moment: str, fatal: int) -> None:
         self._server = server
         self._moment = moment
-        self._left = fatal
-        # Other tests may have left one, such as Spark's Java.
+        self._remaining = fatal
+        # Other tests may have left children, such as Spark's JVM.
         self._others = children()
 
     def __enter__(self) -> None:
-        self._server.told = self._told
+        self._server.on_request = self._on_request
 
     def __exit__(self, *_: object) -> None:
-        self._server.told = lambda moment: None
+        self._server.on_request = lambda moment: None
 
-    def _told(self, moment: str) -> None:
+    def _on_request(self, moment: str) -> None:
         if moment == self._moment:
-            self._left -= 1
-            if not self._left:
+            self._remaining -= 1
+            if not self._remaining:
                 [child] = children() - self._others
                 os.kill(child, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Programs that start servers leave none behind, however they end."""
+"""Programs that start servers stop them, however the program ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.faults
 
-#: A child, and one in a session of its own whose parent is gone: as servers and daemons are.
+#: Starts a child, and a daemon: a process in a new session whose parent has ended.
 PROGRAM = """
 import subprocess, sys, time
 from tests.nothing_left import nothing_left_behind
@@ -30,7 +30,7 @@ with nothing_left_behind():
     finally:
         print("in order", flush=True)
 """
-#: Stands between, as make does.
+#: A parent process of the program, like make.
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
 
@@ -55,7 +55,7 @@ def test_child_processes_end_with_their_program(end):
         else:
             program.send_signal(signal.Signals[end])
 
-        # Then both end with it, and it ended in order if it could
+        # Then both end with it, and its finally block runs unless it is killed
         _, alive = psutil.wait_procs(children, timeout=20)
         assert alive == []
         assert started.stdout.read() == ("" if end == "SIGKILL" else "in order\n")

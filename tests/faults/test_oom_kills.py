@@ -1,4 +1,4 @@
-"""The kernel's OOM killer: it ends a message's child, or a task that did nothing wrong."""
+"""The kernel's OOM killer kills a message's child process, or a task without a fault."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from tests.unit.runs.steps import Run
 
 pytestmark = pytest.mark.faults
 
-#: Bytes that the processes of a task may have together.
+#: Memory limit of a task's processes, in bytes.
 LIMIT = 400_000_000
 _HOG = "x = []\nwhile True: x.append(b'x' * 10_000_000)"
 
 
-def _in_a_small_process(function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function in a new interpreter: the OOM killer counts what a fork has inherited too."""
+def _call_in_new_interpreter(function: Callable[..., Any], *arguments: object) -> Any:
+    """Calls a function in a new interpreter: a fork's inherited memory would count as well."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 
 
-def _two_runs(folder: Path, group: MemoryGroup) -> tuple[Any, ...]:
+def _run_twice(folder: Path, group: MemoryGroup) -> tuple[Any, ...]:
     runs = Runs(folder, numbers=range(1000))
     endings = [runs.one(before=lambda: group.add(os.getpid())) for _ in range(2)]
     return endings, runs.last.depth(), dead_reasons(runs.last)
 
 
-def _ten_runs_beside_a_hog_and_one_more(folder: Path, group: MemoryGroup) -> tuple[Any, ...]:
+def _run_next_to_memory_hogs(folder: Path, group: MemoryGroup) -> tuple[Any, ...]:
     runs = Runs(folder, numbers=range(1000))
     endings = []
     for _ in range(10):
@@ -46,7 +46,7 @@ def _ten_runs_beside_a_hog_and_one_more(folder: Path, group: MemoryGroup) -> tup
         def work(run: Run = run) -> None:
             group.add(os.getpid())
             prefer_to_kill()
-            # Its neighbour takes all memory while the messages are in hand.
+            # Another process exhausts the memory while the task holds its messages.
             hog = subprocess.Popen([sys.executable, "-c", _HOG])
             Path(f"/proc/{hog.pid}/oom_score_adj").write_text("0")
             run.process()
@@ -61,7 +61,7 @@ def test_a_message_that_exhausts_memory_is_dead_lettered_alone(tmp_path, monkeyp
     monkeypatch.setenv(PLACE, "handle_message")
     monkeypatch.setenv(WAY, "hog")
     with memory_group(LIMIT) as group:
-        endings, depth, reasons = _in_a_small_process(_two_runs, tmp_path, group)
+        endings, depth, reasons = _call_in_new_interpreter(_run_twice, tmp_path, group)
 
     assert endings == [-9, 0]
     assert depth == (0, 0, 0, 1)
@@ -72,9 +72,7 @@ def test_a_message_that_exhausts_memory_is_dead_lettered_alone(tmp_path, monkeyp
 
 def test_an_oom_kill_caused_by_another_process_dead_letters_nothing(tmp_path):
     with memory_group(LIMIT) as group:
-        endings, last, depth = _in_a_small_process(
-            _ten_runs_beside_a_hog_and_one_more, tmp_path, group
-        )
+        endings, last, depth = _call_in_new_interpreter(_run_next_to_memory_hogs, tmp_path, group)
 
     assert endings == [-9] * 10
     assert last == 0

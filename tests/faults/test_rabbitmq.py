@@ -1,11 +1,11 @@
-"""RabbitMQ under broker crashes, and with queues that vanish or reject: nothing is lost."""
+"""Runs RabbitMQ's custody cases: broker crashes, deleted queues, rejected publishes."""
 
 from __future__ import annotations
 
 import pytest
 
 from airflow_broadway.producers.rabbitmq.broker import standing_queues
-from tests.faults.rabbitmq_cases import CASES, Place
+from tests.faults.rabbitmq_cases import CASES, QueueHarness
 from tests.rabbitmq_fixtures import skip_without_own_server, wanted_server
 from tests.rabbitmq_server import RabbitServer
 
@@ -13,10 +13,10 @@ pytestmark = [pytest.mark.faults, pytest.mark.broker]
 
 
 @pytest.fixture(scope="module")
-def mortal(tmp_path_factory):
-    """A server that a test may kill."""
+def killable_server(tmp_path_factory):
+    """Starts a server that a test may kill."""
     skip_without_own_server()
-    with RabbitServer.start(tmp_path_factory.mktemp("mortal")) as server:
+    with RabbitServer.start(tmp_path_factory.mktemp("killable")) as server:
         yield server
 
 
@@ -29,11 +29,11 @@ def mortal(tmp_path_factory):
     ],
 )
 def test_nothing_is_lost_or_repeated_unmarked_when(case, tmp_path, request, monkeypatch):
-    if not case.mortal:  # this broker is never killed: young queues are reliable
+    if not case.kills_server:  # then new queues are reliable immediately
         monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
-    server = request.getfixturevalue("mortal") if case.mortal else wanted_server()
+    server = request.getfixturevalue("killable_server") if case.kills_server else wanted_server()
 
-    result = case.run(Place(server, tmp_path))
+    result = case.run(QueueHarness(server, tmp_path))
 
     assert result.mistakes == []
     assert result.lost == []

@@ -1,4 +1,4 @@
-"""``make faults`` in small: tasks killed under a real scheduler, at each broker."""
+"""A small ``make faults``: kills tasks under a real scheduler, with each broker."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from scripts.airflow_env import ROOT, home_of
 from tests.airflow_home import made_home
-from tests.faults.found import Found
-from tests.faults.killing import KINDS
-from tests.faults.runs import Case, airflow_for, run_case
+from tests.faults.case_result import CaseResult
+from tests.faults.runs import RunCase, airflow_for, run_case
+from tests.faults.task_killer import TASK_KINDS
 from tests.rabbitmq_fixtures import skip_without_own_server
 from tests.rabbitmq_server import find_server, given_url
 from tests.sqs_fixtures import wanted_sqs
@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.airflow, pytest.mark.spark]
 
 def _case(
     folder: Path, broker: str, *, messages: int, kills: int, seed: int, step: int = 1
-) -> Case:
-    return Case(
+) -> RunCase:
+    return RunCase(
         broker=broker,
         messages=messages,
         kills=kills,
@@ -34,12 +34,12 @@ def _case(
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Runs the case of a broker, each in the same Airflow."""
+    """Returns a function that runs a broker's case; all share one Airflow."""
     folder = tmp_path_factory.mktemp("kills")
     cases = {
         # One kill of each kind.
         "sqlite": _case(folder, "sqlite", messages=1_500, kills=4, seed=7),
-        # The seed kills a receiving and a settling task.  Even numbers need no Spark.
+        # With this seed, a receiving and a settling task are killed.  Even numbers need no Spark.
         "rabbitmq": _case(folder, "rabbitmq", messages=300, kills=2, seed=55, step=2),
     }
     if find_server() is None or given_url() is not None:
@@ -48,11 +48,11 @@ def run(tmp_path_factory):
         yield lambda broker: run(cases[broker])
 
 
-def _check(found: Found, kills: int) -> None:
-    assert found.mistakes == []
-    assert found.lost == []
-    assert found.unmarked == 0
-    assert found.killed.total() == kills
+def _check(result: CaseResult, kills: int) -> None:
+    assert result.mistakes == []
+    assert result.lost == []
+    assert result.unmarked == 0
+    assert result.killed.total() == kills
 
 
 @pytest.mark.timeout(900)
@@ -60,7 +60,7 @@ def test_killed_tasks_lose_nothing_and_repeat_nothing_unmarked(run):
     result = run("sqlite")
 
     _check(result, kills=4)
-    assert set(result.killed) == set(KINDS)
+    assert set(result.killed) == set(TASK_KINDS)
 
 
 @pytest.mark.slow
@@ -86,4 +86,4 @@ def test_killed_tasks_of_other_brokers_lose_nothing(tmp_path, broker):
     result = run_case(_case(tmp_path, broker, messages=2_000, kills=12, seed=20_130))
 
     _check(result, kills=12)
-    assert set(result.killed) == set(KINDS)
+    assert set(result.killed) == set(TASK_KINDS)

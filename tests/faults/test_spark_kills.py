@@ -1,4 +1,4 @@
-"""Kills a Spark application at random times, and starts the next try."""
+"""Kills a Spark application at random times and starts the next try."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from airflow_broadway.submit.package import Shipment, ship
 from tests.unit.spark.plans import Planned, Staged, rows
 from tests.waiting import eventually
 
-# Slow: what make test runs of it is in test_run_kills, whose kills find Spark too.
+# Slow: in make test, test_run_kills kills Spark tasks as well.
 pytestmark = [pytest.mark.spark, pytest.mark.faults, pytest.mark.slow]
 
 BATCHES = 24
@@ -50,8 +50,8 @@ class Slow(Broadway):
 """
 
 
-class Submitted:
-    """One spark-submit, with the pids of its JVM and of the driver's Python."""
+class SparkSubmit:
+    """A spark-submit process; gives access to its JVM and its Python driver."""
 
     def __init__(
         self, staged: Staged, shipment: Shipment, number: int, env: dict[str, str]
@@ -84,13 +84,12 @@ class Submitted:
             )
 
     def driver(self) -> int:
-        """The Python that runs the job.
+        """Returns the pid of the Python driver.
 
-        The JVM has other children: what Hadoop starts, such as ``chmod``, and a zombie of the
-        shell that became it, if that did not wait for its own.
+        The JVM has other children: commands that Hadoop starts, such as ``chmod``, and zombies.
         """
         for child in psutil.Process(self.process.pid).children():
-            with suppress(psutil.Error):  # it is gone, or a zombie
+            with suppress(psutil.Error):  # the child has ended, or is a zombie
                 if "--work" in child.cmdline():
                     return child.pid
         raise AssertionError("the JVM has no driver")
@@ -115,7 +114,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize(("seed", "victims"), [(7, ["jvm", "driver", "term"])])
 def test_every_batch_is_handled_and_recorded_once(tmp_path, monkeypatch, seed, victims):
     # Given a run of 24 batches, and an application that works on them
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     (tmp_path / "slow_pipeline.py").write_text(PIPELINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     staged = Staged(tmp_path / "run", pipeline="Slow")
@@ -137,49 +136,49 @@ def test_every_batch_is_handled_and_recorded_once(tmp_path, monkeypatch, seed, v
     for number, victim in enumerate(victims, 1):
         staged.work(ref, plan, try_number=number)
         before = len(calls())
-        submitted = Submitted(staged, shipment, number, env)
+        submission = SparkSubmit(staged, shipment, number, env)
         try:
             eventually(lambda before=before: len(calls()) > before)
-            driver = submitted.driver()
-            time.sleep(dice.uniform(0, 1.0))
-            pid, number_of_signal = {
-                "jvm": (submitted.process.pid, signal.SIGKILL),
+            driver = submission.driver()
+            time.sleep(rng.uniform(0, 1.0))
+            pid, signal_number = {
+                "jvm": (submission.process.pid, signal.SIGKILL),
                 "driver": (driver, signal.SIGKILL),
-                "term": (submitted.process.pid, signal.SIGTERM),
+                "term": (submission.process.pid, signal.SIGTERM),
             }[victim]
-            os.kill(pid, number_of_signal)
-            assert submitted.wait() != 0
-            # Then nothing of it lives on, and it was not all done
+            os.kill(pid, signal_number)
+            assert submission.wait() != 0
+            # Then none of its processes survives, and batches are left
             eventually(lambda driver=driver: not alive(driver), 15)
         finally:
-            submitted.end()
+            submission.end()
         recorded = staged.outcomes("default")
-        assert len(recorded) < BATCHES, "the kill came too late to show anything"
-        assert all(not made.error for made in recorded.values()), recorded
+        assert len(recorded) < BATCHES, "the kill came too late"
+        assert all(not outcome.error for outcome in recorded.values()), recorded
 
-    # and the last try runs to its end
+    # and the last try succeeds
     last = len(victims) + 1
     recorded = staged.outcomes("default")
     staged.work(ref, plan, try_number=last)
-    submitted = Submitted(staged, shipment, last, env)
+    submission = SparkSubmit(staged, shipment, last, env)
     try:
-        assert submitted.wait() == 0, submitted.log.read_text()[-3000:]
+        assert submission.wait() == 0, submission.log.read_text()[-3000:]
     finally:
-        submitted.end()
+        submission.end()
 
-    # Then every batch has one outcome, which no later try changed
+    # Then every batch has one outcome, which later tries did not change
     after = staged.outcomes("default")
     assert sorted(after) == [f"b{n:02}" for n in range(BATCHES)]
-    assert all(after[name] == made for name, made in recorded.items())
-    for made in after.values():
-        assert (made.successful, made.failed, made.error) == (49, 1, "")
-        assert len(staged.entries(made)) == 1
-    # and was handled by no try after the one that recorded it
+    assert all(after[name] == outcome for name, outcome in recorded.items())
+    for outcome in after.values():
+        assert (outcome.successful, outcome.failed, outcome.error) == (49, 1, "")
+        assert len(staged.entries(outcome)) == 1
+    # and no try handled a batch that an earlier try had recorded
     tries = Counter(batch_id for batch_id, _ in calls())
     for batch_id, attempt in calls():
         assert attempt <= after[batch_id].try_number
     assert max(tries.values()) <= len(victims) + 1
-    # and the lake holds every message once
+    # and the output contains every message once
     import pyarrow.dataset as ds
 
     ids = ds.dataset(lake, format="parquet").to_table(columns=["message_id"])["message_id"]

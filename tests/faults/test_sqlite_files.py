@@ -1,4 +1,4 @@
-"""Queue files that cannot be used: one clear error each, and nothing lost."""
+"""Unusable queue files raise one clear error and lose no message."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from airflow_broadway.core.errors import ProducerError, ProducerUnavailable
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 
 
-def uses(path: Path) -> list[Callable[[], object]]:
-    """Returns calls, each of which opens the file."""
+def open_calls(path: Path) -> list[Callable[[], object]]:
+    """Returns functions that open the file."""
     queue = SqliteQueue(path, "q", busy_timeout=0.1)
     producer = SqliteProducer(queue="q", path=str(path), busy_timeout=0.1)
     return [
@@ -34,36 +34,36 @@ def uses(path: Path) -> list[Callable[[], object]]:
     ]
 
 
-def all_refuse(path: Path, kind: type[ProducerError], *texts: str) -> None:
-    for use in uses(path):
+def check_all_raise(path: Path, kind: type[ProducerError], *texts: str) -> None:
+    for call in open_calls(path):
         with pytest.raises(ProducerError) as error:
-            use()
+            call()
         assert type(error.value) is kind
         for text in (str(path), *texts):
             assert text in str(error.value)
 
 
-def missing(folder: Path) -> Path:
+def missing_folder(folder: Path) -> Path:
     return folder / "missing" / "q.db"
 
 
-def in_a_file(folder: Path) -> Path:
+def file_as_folder(folder: Path) -> Path:
     (folder / "file").write_text("x")
     return folder / "file" / "q.db"
 
 
-def no_database(folder: Path) -> Path:
+def not_a_database(folder: Path) -> Path:
     (folder / "q.db").write_bytes(b"these are not the messages you are looking for" * 100)
     return folder / "q.db"
 
 
-def airflows(folder: Path) -> Path:
+def airflow_database(folder: Path) -> Path:
     with closing(sqlite3.connect(folder / "airflow.db")) as db:
         db.execute("CREATE TABLE dag (id)")
     return folder / "airflow.db"
 
 
-def newer(folder: Path) -> Path:
+def newer_schema(folder: Path) -> Path:
     with SqliteQueue(folder / "q.db", "q") as queue:
         queue.send([b"x"])
     with closing(sqlite3.connect(folder / "q.db")) as db:
@@ -74,12 +74,12 @@ def newer(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "texts"),
     [
-        (missing, ["does not exist; make it, or correct the path"]),
+        (missing_folder, ["does not exist; make it, or correct the path"]),
         (lambda folder: folder, ["is a folder: name a file in it"]),
-        (in_a_file, ["the folder", "does not exist"]),
-        (no_database, ["is not a database: correct the path"]),
-        (airflows, ["is another application's database"]),
-        (newer, ["has schema 2", "knows schema 1: upgrade it here"]),
+        (file_as_folder, ["the folder", "does not exist"]),
+        (not_a_database, ["is not a database: correct the path"]),
+        (airflow_database, ["is another application's database"]),
+        (newer_schema, ["has schema 2", "knows schema 1: upgrade it here"]),
     ],
     ids=["missing folder", "folder", "file as folder", "no database", "Airflow's", "newer schema"],
 )
@@ -87,7 +87,7 @@ def test_an_unusable_file_is_one_clear_error(tmp_path, make, texts):
     path = make(tmp_path)
     before = path.read_bytes() if path.is_file() else path.parent.exists()
 
-    all_refuse(path, ProducerError, *texts)
+    check_all_raise(path, ProducerError, *texts)
 
     assert before == (path.read_bytes() if path.is_file() else path.parent.exists())
 
@@ -111,17 +111,17 @@ def test_a_file_locked_by_another_process(tmp_path):
         holder = sqlite3.connect(path, isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")
 
-        for use in (lambda: queue.send([b"y"]), lambda: queue.receive("g", 1)):
+        for call in (lambda: queue.send([b"y"]), lambda: queue.receive("g", 1)):
             with pytest.raises(ProducerUnavailable, match=r"locked by another process for 0\.1 s"):
-                use()
-        assert queue.depth().ready == 1  # looking needs no lock
+                call()
+        assert queue.depth().ready == 1  # reading needs no lock
 
         holder.execute("ROLLBACK")
         holder.close()
         assert len(queue.receive("g", 1)) == 1
 
 
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc, where nobody may write")
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc, which is read-only")
 def test_a_read_only_folder(tmp_path):
     path = Path("/proc/q.db")
 
@@ -149,7 +149,7 @@ def test_a_full_disk_changes_nothing(tmp_path):
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)]
     mounted = shutil.which("mount") and subprocess.run(command, check=False, capture_output=True)
     if not mounted or mounted.returncode:
-        pytest.skip("may not mount a small disk")
+        pytest.skip("this user cannot mount a small disk")
     try:
         with SqliteQueue(mount / "q.db", "q") as queue:
             queue.send([b"kept"])

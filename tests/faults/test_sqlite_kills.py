@@ -28,24 +28,24 @@ for portion in range(1_000_000):
     print(portion, flush=True)
 """
 
-# Receives, settles by number, repeats.
+# Repeatedly receives messages and settles them by their numbers.
 _WORKER = """
 import sys, time, uuid
-from tests.faults.test_sqlite_kills import one_run
+from tests.faults.test_sqlite_kills import run_once
 from airflow_broadway.producers.sqlite import SqliteQueue
 queue = SqliteQueue(sys.argv[1], "q")
-print("at work", flush=True)
+print("ready", flush=True)
 while True:
-    one_run(queue, uuid.uuid4().hex) or time.sleep(0.05)
+    run_once(queue, uuid.uuid4().hex) or time.sleep(0.05)
 """
 
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "dead by its number", "process")
-AGAIN = Verdict(Action.RETRY, 0.0, "once more", "process")
+RETRY = Verdict(Action.RETRY, 0.0, "retry", "process")
 LEASE = 1.0
 
 
-def one_run(queue: SqliteQueue, generation: str) -> int:
-    """Takes up to 100 messages and settles them by their number; returns how many."""
+def run_once(queue: SqliteQueue, generation: str) -> int:
+    """Receives up to 100 messages and settles them by their numbers; returns their count."""
     messages: list[Message] = []
     while len(messages) < 100:
         portion = queue.receive(generation, 20, seconds=LEASE)
@@ -59,7 +59,7 @@ def one_run(queue: SqliteQueue, generation: str) -> int:
     for message in messages:
         number = int(message.data)
         if number % 5 == 0 and message.attempt < 3:
-            entries.append(Entry(message.message_id, "", AGAIN))
+            entries.append(Entry(message.message_id, "", RETRY))
         elif number % 7 == 0:
             entries.append(Entry(message.message_id, "", DEAD))
     report = queue.settle(
@@ -76,11 +76,11 @@ def _start(program: str, path: Path) -> subprocess.Popen[str]:
     )
 
 
-def _at_work(path: Path) -> subprocess.Popen[str]:
-    """A worker that has begun."""
+def _start_worker(path: Path) -> subprocess.Popen[str]:
+    """Starts a worker and waits until it is ready."""
     worker = _start(_WORKER, path)
     assert worker.stdout is not None
-    assert worker.stdout.readline() == "at work\n"
+    assert worker.stdout.readline() == "ready\n"
     return worker
 
 
@@ -106,7 +106,7 @@ def test_a_killed_sender_loses_no_confirmed_message(tmp_path, seed):
                 portion = int(message.data.partition(b":")[0])
                 counts[portion] = counts.get(portion, 0) + 1
 
-    # Each call is complete; at most one was on disk before its sender got the confirmation.
+    # Each call is atomic; at most one call was committed but not confirmed.
     assert set(counts.values()) == {200}
     assert set(confirmed) <= set(counts)
     assert len(counts) - len(confirmed) <= 1
@@ -115,28 +115,28 @@ def test_a_killed_sender_loses_no_confirmed_message(tmp_path, seed):
 def test_killed_workers_lose_and_repeat_nothing(tmp_path):
     count, kills = 10_000, 10
     path = tmp_path / "q.db"
-    chance = random.Random(7)
+    rng = random.Random(7)
     with SqliteQueue(path, "q") as queue:
         keys = queue.send([str(number) for number in range(count)])
-        workers = [_at_work(path), _at_work(path)]
+        workers = [_start_worker(path), _start_worker(path)]
         for kill in range(kills):
-            time.sleep(chance.uniform(0.0, 0.2))
+            time.sleep(rng.uniform(0.0, 0.2))
             victim = kill % 2
             _kill(workers[victim])
             if kill < kills - 2:
-                workers[victim] = _at_work(path)
-        # The living finish what is left, once the leases of the dead have lapsed.
+                workers[victim] = _start_worker(path)
+        # A run finishes the rest once the leases of the killed workers have expired.
         limit = time.monotonic() + 60
         while (depth := queue.depth()).ready + depth.delayed + depth.leased:
             assert time.monotonic() < limit
-            if not one_run(queue, f"finish {time.monotonic()}"):
+            if not run_once(queue, f"finish {time.monotonic()}"):
                 time.sleep(0.2)
 
         letters = queue.dead_letters(limit=None)
         ended = queue.leases(ended=True)
 
     assert depth.dead == len(letters)
-    # Every message is settled exactly once: dead by its number, or acknowledged.
+    # Every message is settled exactly once: dead-lettered by its number, or acknowledged.
     expected = {keys[number] for number in range(count) if number % 7 == 0}
     assert {letter.message_id for letter in letters} == expected
     assert len(letters) == len(expected)
@@ -146,7 +146,7 @@ def test_killed_workers_lose_and_repeat_nothing(tmp_path):
         assert record.report is not None
         assert record.report.total == record.received
         assert record.held == 0
-    assert any(record.state == "lapsed" for record in ended), "no kill hit a worker at work"
-    # A death used no attempt: what was retried died on its third attempt or was acknowledged.
+    assert any(record.state == "lapsed" for record in ended), "no kill hit a busy worker"
+    # A kill uses up no attempt: retried messages have three attempts, others one.
     assert {letter.attempt for letter in letters if int(letter.body) % 5 == 0} == {3}
     assert {letter.attempt for letter in letters if int(letter.body) % 5} == {1}

@@ -1,4 +1,4 @@
-"""Disks that are full, and folders that may not be written, for real where that needs root."""
+"""Full disks and read-only folders; tests that mount a disk need root."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mount(path: Path, size: str) -> None:
     if shutil.which("mount") is None or os.geteuid() != 0:
         pytest.skip("only root can mount a small disk")
     if subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("this machine does not let root mount")
+        pytest.skip("root cannot mount on this machine")
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_disk_that_fills_up_during_staging_is_one_clear_error(small_disk, monk
     generation = open_generation(run).generation
     pipeline = pipeline_of(b=Batcher())
 
-    # When 4 MB are staged on it
+    # When 4 MB are staged there
     def fill() -> None:
         with ProcessWriter(run, generation, pipeline) as writer:
             for _ in range(40):
@@ -65,7 +65,7 @@ def test_a_disk_that_fills_up_during_staging_is_one_clear_error(small_disk, monk
     with pytest.raises(StagingError, match=FULL):
         fill()
 
-    # Then nothing of it is left, and what fits can still be written
+    # Then no partial file is left, and a small file can still be written
     assert run.files.list(f"{generation}/messages/b") == []
     assert run.manifest(generation) is None
     assert run.files.create("small.json", "{}")

@@ -1,7 +1,7 @@
-"""kill -9 at every step at which staging writes: nothing torn, nothing half published.
+"""Kills a process before every file system call of staging: no file is torn or half published.
 
-A child process does the work, and dies by SIGKILL right before the call that it is told, counting
-those by which a file system keeps something.  The parent then looks at what is there.
+A child process stages a run and kills itself before the n-th call that changes the file system.
+The parent then checks the files.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ MESSAGES = 50
 PIPELINE = pipeline_of(b=Batcher(engine="python", batch_size=20, batch_timeout=None))
 GENERATION = "f" * 32
 
-#: A process that has all modules loaded, and forks one for each line: a folder, and the fatal step.
-NURSERY = """
+#: Loads all modules, then forks a child per input line: the fatal step and a folder.
+FORK_SERVER = """
 import os, signal, sys
 from tests.faults.test_staging_kill import *
 from tests.unit.staging.kit import *
 import pyarrow
 
-pyarrow.array([1])  # which imports pandas, once for all children
+pyarrow.array([1])  # imports pandas once for all children
 
-def watch(fatal):
-    counted = [0]
+def kill_before(fatal):
+    steps = [0]
 
-    def watched(function):
-        def call(*given, **named):
-            counted[0] += 1
-            if counted[0] == fatal:
+    def count_steps(function):
+        def call(*args, **kwargs):
+            steps[0] += 1
+            if steps[0] == fatal:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return function(*given, **named)
+            return function(*args, **kwargs)
         return call
 
     for name in ("fsync", "link", "replace", "rename", "mkdir", "remove", "unlink"):
-        setattr(os, name, watched(getattr(os, name)))
-    return counted
+        setattr(os, name, count_steps(getattr(os, name)))
+    return steps
 
 def work(root):
     run = open_run(root)
@@ -66,8 +66,8 @@ def work(root):
     with ProcessWriter(run, GENERATION, PIPELINE) as writer:
         writer.messages([rows(message(n, batcher="b")) for n in range(MESSAGES)])
     written = writer.close()
-    made = {"batchers": written.batchers, "files": written.files}
-    run.publish(manifest_of(run, GENERATION, MESSAGES, **made))
+    counts = {"batchers": written.batchers, "files": written.files}
+    run.publish(manifest_of(run, GENERATION, MESSAGES, **counts))
     plan = plan_batches(run, PIPELINE, "b", [GENERATION], try_label="1")
     for batch in batches_of(run, plan):
         record_outcome(run, plan, batch)
@@ -79,11 +79,11 @@ for line in sys.stdin:
     fatal, root = line.rstrip().split(" ", 1)
     pid = os.fork()
     if pid == 0:
-        code, counted = 1, watch(int(fatal))
+        code, steps = 1, kill_before(int(fatal))
         try:
             work(root)
             with open(root + ".steps", "w") as file:
-                file.write(str(counted[0]))
+                file.write(str(steps[0]))
             code = 0
         finally:
             os._exit(code)
@@ -91,12 +91,12 @@ for line in sys.stdin:
 """
 
 
-class Nursery:
-    """Does runs' staging in processes of their own, which die at a given step."""
+class ForkServer:
+    """Stages runs in forked processes that kill themselves at a given step."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY],
+            [sys.executable, "-c", FORK_SERVER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -104,7 +104,10 @@ class Nursery:
         )
 
     def work(self, root: Path, fatal: int) -> int:
-        """Stages below ``root``; dies at the ``fatal``-th step, never at 0.  The exit code."""
+        """Stages below ``root``; returns the exit code.
+
+        :param fatal: The step before which the process kills itself; 0: none.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{fatal} {root}\n")
@@ -112,19 +115,19 @@ class Nursery:
         return int(self._process.stdout.readline())
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the parent of the forked processes."""
         self._process.communicate(timeout=60)
 
 
 @pytest.fixture
-def nursery():
-    result = Nursery()
+def fork_server():
+    result = ForkServer()
     yield result
     result.close()
 
 
 def check_no_file_is_torn(root: Path) -> None:
-    """Every file that has its name is whole: what is published at all can be read."""
+    """Checks that every published file can be read."""
     for path in root.rglob("*.json"):
         if not path.name.startswith(TEMPORARY):
             assert isinstance(json.loads(path.read_text()), dict), path
@@ -135,7 +138,7 @@ def check_no_file_is_torn(root: Path) -> None:
 
 
 def check_plans_are_whole(run: StagedRun, root: Path) -> None:
-    """A plan that has its name has all its lines, and all its messages can be read."""
+    """Checks that every published plan is complete, and its messages can be read."""
     for path in root.rglob("plan.jsonl"):
         plan, batches = BatchPlan.read(run.files, str(path.parent.relative_to(run.files.full(""))))
         with BatchReader(run, plan) as reader:
@@ -144,37 +147,37 @@ def check_plans_are_whole(run: StagedRun, root: Path) -> None:
 
 
 def finish(run: StagedRun) -> dict[str, str]:
-    """Runs later tasks and sweeps; returns the verdict on each message."""
+    """Runs later tasks and sweeps; returns each message's verdict."""
     custodian = FakeCustodian({GENERATION: [f"m-{n}" for n in range(MESSAGES)]})
-    for found, record in list(iter_unsettled(run.store, "Pipeline", "dag")):
+    for staged, record in list(iter_unsettled(run.store, "Pipeline", "dag")):
         if record.published:  # its batcher is retried
-            plan = plan_batches(found, PIPELINE, "b", [GENERATION], try_label="2")
-            for batch, outcome in list(Recorded(found).outcomes(plan)):
+            plan = plan_batches(staged, PIPELINE, "b", [GENERATION], try_label="2")
+            for batch, outcome in list(Recorded(staged).outcomes(plan)):
                 if outcome is None:
-                    record_outcome(found, plan, batch)
-        plans = Recorded(found).deciding(PIPELINE.batchers, GENERATION)
-        settlement, _, progress = build_settlement(found, GENERATION, PIPELINE, plans, final=True)
-        settle_generation(found, record, custodian, settlement, progress=progress)
+                    record_outcome(staged, plan, batch)
+        plans = Recorded(staged).deciding(PIPELINE.batchers, GENERATION)
+        settlement, _, progress = build_settlement(staged, GENERATION, PIPELINE, plans, final=True)
+        settle_generation(staged, record, custodian, settlement, progress=progress)
     assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
     return custodian.verdicts
 
 
-def test_a_process_killed_at_any_step_is_completed_by_the_next(tmp_path, nursery):
+def test_a_process_killed_at_any_step_is_completed_by_the_next(tmp_path, fork_server):
     # Given the number of steps of a run that is not killed
-    assert nursery.work(tmp_path / "whole", 0) == 0
+    assert fork_server.work(tmp_path / "whole", 0) == 0
     steps = int((tmp_path / "whole.steps").read_text())
     assert steps > 30
 
     for fatal in range(1, steps + 1):
         # When a process dies at one of them
         root = tmp_path / f"step-{fatal}"
-        assert nursery.work(root, fatal) == -signal.SIGKILL
+        assert fork_server.work(root, fatal) == -signal.SIGKILL
 
-        # Then nothing is torn
+        # Then no file is torn
         check_no_file_is_torn(root)
         run = open_run(root)
         check_plans_are_whole(run, root)
-        # and the next task completes it: all acked, or all released, or it was done
+        # and the next task acknowledges or releases all messages, unless the run was settled
         published = run.manifest(GENERATION) is not None
         verdicts = finish(run)
         if verdicts:
@@ -185,9 +188,9 @@ def test_a_process_killed_at_any_step_is_completed_by_the_next(tmp_path, nursery
             assert run.state(GENERATION) == "settled"
 
 
-def test_the_first_record_stands(tmp_path, nursery):
-    # Given a run that is settled, and a zombie that does its steps again
-    assert nursery.work(tmp_path, 0) == 0
+def test_the_first_record_stands(tmp_path, fork_server):
+    # Given a settled run, and a zombie that repeats its steps
+    assert fork_server.work(tmp_path, 0) == 0
     run = open_run(tmp_path)
     [standing] = Recorded(run).deciding(PIPELINE.batchers, GENERATION)
     for batch in batches_of(run, standing):
@@ -196,7 +199,7 @@ def test_the_first_record_stands(tmp_path, nursery):
     settlement, complete, _ = build_settlement(run, GENERATION, PIPELINE, [standing], final=True)
     assert complete
 
-    # Then its report is the first one
+    # Then the zombie gets the first report
     custodian = FakeCustodian({GENERATION: []})
     report = settle_generation(run, run.generation(GENERATION), custodian, settlement)
     assert report == SettleReport(acked=MESSAGES)

@@ -22,7 +22,7 @@ from airflow_broadway.runs.outcomes import run_again_command
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
 from tests.airflow_home import made_home
-from tests.faults.found import Found
+from tests.faults.case_result import CaseResult
 from tests.integration.click_queues import SERVERS, Server
 from tests.waiting import eventually
 
@@ -172,9 +172,9 @@ class Clicks:
         """Ready, leased, dead."""
         return self.queue.depth()
 
-    def found(self, case: str) -> Found:
+    def result(self, case: str) -> CaseResult:
         """Returns the final states of the messages, once the run's end is as expected."""
-        result = Found(f"rabbitmq.click.{case}", COUNT)
+        result = CaseResult(f"rabbitmq.click.{case}", COUNT)
         seen: Counter[int] = Counter()
         ids: dict[int, set[str]] = {}
         for call in self.calls:

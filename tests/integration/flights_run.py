@@ -29,7 +29,7 @@ class FlightsRun:
     def __init__(self, broker: str, folder: Path, messages: int) -> None:
         self.expected = Expected()
         self._broker, self._folder = broker, folder
-        self._sent = list(self.expected.watch(flights(messages, SEED)))
+        self._sent = list(self.expected.count(flights(messages, SEED)))
         assert self.expected.never_departed
 
     def run(self, environment: Mapping[str, str], **conf: Any) -> None:

@@ -46,5 +46,5 @@ def test_messages_end_where_expected_when_users(worlds, broker, click):
 
     click.run(clicks)
 
-    result = clicks.found(click.name)
+    result = clicks.result(click.name)
     assert (result.lost, result.unmarked, result.mistakes) == ([], 0, [])

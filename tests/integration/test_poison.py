@@ -77,8 +77,8 @@ class Killed(Broadway):
             time.sleep(0.02)
 """
 REF = {"class": "deadly_pipeline:Deadly", "options": {}}
-DRIVER = "import sys\nfrom airflow_broadway.testing.crashes.spark import be_driver\n"
-DRIVER += "sys.exit(be_driver(sys.argv[1:]))"
+DRIVER = "import sys\nfrom airflow_broadway.testing.crashes.spark import run_driver\n"
+DRIVER += "sys.exit(run_driver(sys.argv[1:]))"
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.benchmarks.figures import folder_of_its_own
+from tests.benchmarks.figures import temporary_folder
 from tests.nothing_left import nothing_left_behind
 from tests.race import page
 from tests.race.brokers import Broker, Kafka, RabbitMQ, Sqs
@@ -137,7 +137,7 @@ def main() -> int:
             count = min(count, max(count // 50, 2_000))
         left_out: dict[str, str] = {}
         with ExitStack() as stack:
-            folder = stack.enter_context(folder_of_its_own())
+            folder = stack.enter_context(temporary_folder())
             broker = start(folder / "broker")
             stack.callback(broker.stop)
             race = Race(broker, folder, args.seed, left_out)

@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy
 
 from scripts.airflow_api import AirflowApi, ApiError
-from scripts.airflow_patience import SYNC
+from scripts.sqlite_timeouts import SYNC
 
 
 def test_sqlite_busy_timeout_is_shorter_on_an_event_loop(tmp_path):

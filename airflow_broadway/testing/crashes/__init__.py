@@ -10,8 +10,8 @@ for.
 ::
 
     campaign = Campaign(functools.partial(Embedded, Orders), [b"1", b"2", b"3"], folder)
-    sums = campaign.strike(campaign.cases([Family.CRASHES]), jobs=2)
-    assert sums.good, sums.failures[0]
+    totals = campaign.run_cases(campaign.cases([Family.CRASHES]), jobs=2)
+    assert totals.passed, totals.failures[0]
 
 A pipeline with a Spark batcher runs within :func:`.spark.warm_spark`.
 

@@ -45,31 +45,33 @@ class Account:
     """The account of a case's messages."""
 
     #: Message number → outcome.
-    fates: dict[int, str] = field(default_factory=dict)
+    outcomes: dict[int, str] = field(default_factory=dict)
     #: The violations by kind.
-    wrong: dict[Violation, list[str]] = field(default_factory=dict)
+    violations: dict[Violation, list[str]] = field(default_factory=dict)
     #: The reasons of dead letters, if the broker reports them.
     reasons: list[str] = field(default_factory=list)
     #: The rows of the sink; ``None`` without a sink.
     rows: Counter[str] | None = None
     #: Whether an injected fault failed the last attempt of a message that should succeed.
-    made_to_fail: bool = False
+    exhausted_by_fault: bool = False
 
     def add(self, kind: Violation, text: str) -> None:
         """Adds a violation."""
-        self.wrong.setdefault(kind, []).append(text)
+        self.violations.setdefault(kind, []).append(text)
 
     @property
-    def good(self) -> bool:
-        return not self.wrong
+    def passed(self) -> bool:
+        return not self.violations
 
     @property
     def lines(self) -> list[str]:
         """The violations as sentences."""
-        return [f"{kind.value}: {text}" for kind in Violation for text in self.wrong.get(kind, ())]
+        return [
+            f"{kind.value}: {text}" for kind in Violation for text in self.violations.get(kind, ())
+        ]
 
 
-def account(
+def check_messages(
     subject: Subject,
     ids: Sequence[str],
     expected: Account | None = None,
@@ -82,23 +84,23 @@ def account(
     :param failing: Executions whose callbacks were made to fail, which uses up an attempt of their
         messages, possibly the last.
     """
-    tally = Account()
+    account = Account()
     calls = list(recorded_calls(subject.calls_file))
-    _count_ends(tally, subject, ids, calls, expected, failing)
-    _count_repeats(tally, calls)
-    _compare_batches(tally, calls)
+    _check_outcomes(account, subject, ids, calls, expected, failing)
+    _check_marks(account, calls)
+    _compare_batches(account, calls)
     if waiting := subject.waiting():
-        tally.add(Violation.LEFT, f"{waiting} messages in the queue")
-    for text in (*subject.left(), *_files(subject)):
-        tally.add(Violation.LEFT, text)
-    _compare_rows(tally, subject, ids, expected)
+        account.add(Violation.LEFT, f"{waiting} messages in the queue")
+    for text in (*subject.leftovers(), *_files(subject)):
+        account.add(Violation.LEFT, text)
+    _compare_rows(account, subject, ids, expected)
     for check in subject.checks:
-        check(subject, ids, calls, tally)
-    return tally
+        check(subject, ids, calls, account)
+    return account
 
 
-def _count_ends(
-    tally: Account,
+def _check_outcomes(
+    account: Account,
     subject: Subject,
     ids: Sequence[str],
     calls: Sequence[RecordedCall],
@@ -106,35 +108,47 @@ def _count_ends(
     failing: Collection[str],
 ) -> None:
     last = "handle_batch" if subject.pipeline.batchers else "handle_message"
-    done = {key for call in calls if call.stage == last for key in call.succeeded or ()}
-    done |= {
-        key for call in calls if call.stage == "ack_immediately" for key, _, _ in call.messages
+    done = {
+        message_id for call in calls if call.stage == last for message_id in call.succeeded or ()
     }
-    handled = {key for call in calls for key, _, _ in call.messages}
+    done |= {
+        message_id
+        for call in calls
+        if call.stage == "ack_immediately"
+        for message_id, _, _ in call.messages
+    }
+    handled = {message_id for call in calls for message_id, _, _ in call.messages}
     drops = _drops(subject)
-    tried = {key for call in calls if call.execution in failing for key, _, _ in call.messages}
+    affected = {
+        message_id
+        for call in calls
+        if call.execution in failing
+        for message_id, _, _ in call.messages
+    }
     letters = subject.letters()
     dead = {letter.message_id for letter in letters}
     # A fault before a callback leaves no record of its messages.
-    tried |= {letter.message_id for letter in letters if INJECTED in letter.reason}
-    tally.reasons = [letter.reason for letter in letters if letter.reason]
-    for place, key in enumerate(ids):
-        fate = DEAD if key in dead else ACKED if key in done else ""
-        fate_expected = None if expected is None else expected.fates[place]
-        may_drop = fate_expected in (None, DROPPED) or key in tried
-        if not fate and drops and key in handled and may_drop:
-            fate = DROPPED
-        tally.fates[place] = fate
-        if not fate:
-            tally.add(Violation.LOST, key)
-        elif fate_expected == ACKED != fate and key in tried:
-            tally.made_to_fail = True
-        elif fate_expected not in (None, fate):
-            tally.add(Violation.OTHER, f"{key} is {fate}, and should be {fate_expected}")
-    for key in dead:
-        marks = [letter.marked for letter in letters if letter.message_id == key]
+    affected |= {letter.message_id for letter in letters if INJECTED in letter.reason}
+    account.reasons = [letter.reason for letter in letters if letter.reason]
+    for place, message_id in enumerate(ids):
+        outcome = DEAD if message_id in dead else ACKED if message_id in done else ""
+        expected_outcome = None if expected is None else expected.outcomes[place]
+        may_drop = expected_outcome in (None, DROPPED) or message_id in affected
+        if not outcome and drops and message_id in handled and may_drop:
+            outcome = DROPPED
+        account.outcomes[place] = outcome
+        if not outcome:
+            account.add(Violation.LOST, message_id)
+        elif expected_outcome == ACKED != outcome and message_id in affected:
+            account.exhausted_by_fault = True
+        elif expected_outcome not in (None, outcome):
+            account.add(
+                Violation.OTHER, f"{message_id} is {outcome}, and should be {expected_outcome}"
+            )
+    for message_id in dead:
+        marks = [letter.marked for letter in letters if letter.message_id == message_id]
         if marks.count(False) > 1:
-            tally.add(Violation.UNMARKED, f"{key} has {len(marks)} dead letters")
+            account.add(Violation.UNMARKED, f"{message_id} has {len(marks)} dead letters")
 
 
 def _drops(subject: Subject) -> bool:
@@ -144,30 +158,30 @@ def _drops(subject: Subject) -> bool:
 
 
 def _compare_rows(
-    tally: Account, subject: Subject, ids: Sequence[str], expected: Account | None
+    account: Account, subject: Subject, ids: Sequence[str], expected: Account | None
 ) -> None:
     try:
-        tally.rows = subject.rows(ids)
+        account.rows = subject.rows(ids)
     except ForkError as error:
-        tally.add(Violation.OTHER, f"the sink cannot be read: {error}")
+        account.add(Violation.OTHER, f"the sink cannot be read: {error}")
         return
-    if tally.rows is None or expected is None or expected.rows is None:
+    if account.rows is None or expected is None or expected.rows is None:
         return
-    for row in sorted(tally.rows | expected.rows):
-        count, wanted = tally.rows[row], expected.rows[row]
+    for row in sorted(account.rows | expected.rows):
+        count, wanted = account.rows[row], expected.rows[row]
         if count != wanted:
             text = f"{row} is there {_times(count)}, and should be {_times(wanted)}"
             if count > wanted:
-                tally.add(Violation.REPEATED, text)
-            elif not tally.made_to_fail:
-                tally.add(Violation.MISSING, text)
+                account.add(Violation.REPEATED, text)
+            elif not account.exhausted_by_fault:
+                account.add(Violation.MISSING, text)
 
 
 def _times(number: int) -> str:
     return {0: "nowhere", 1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
-def _count_repeats(tally: Account, calls: Sequence[RecordedCall]) -> None:
+def _check_marks(account: Account, calls: Sequence[RecordedCall]) -> None:
     """Checks that at most one delivery of a message per attempt is not marked as redelivered; a
     repeated batch is the same delivery.
     """
@@ -175,24 +189,24 @@ def _count_repeats(tally: Account, calls: Sequence[RecordedCall]) -> None:
     for call in calls:
         if call.succeeded is not None:
             continue
-        for key, attempt, redelivered in call.messages:
+        for message_id, attempt, redelivered in call.messages:
             if not redelivered:
                 delivery = call.batch_id or call.execution
-                unmarked.setdefault((call.stage, key, attempt), set()).add(delivery)
-    for (stage, key, attempt), deliveries in unmarked.items():
+                unmarked.setdefault((call.stage, message_id, attempt), set()).add(delivery)
+    for (stage, message_id, attempt), deliveries in unmarked.items():
         if len(deliveries) > 1:
             where = ", ".join(sorted(deliveries))
-            tally.add(Violation.UNMARKED, f"{key}, attempt {attempt}, in {stage}: {where}")
+            account.add(Violation.UNMARKED, f"{message_id}, attempt {attempt}, in {stage}: {where}")
 
 
-def _compare_batches(tally: Account, calls: Sequence[RecordedCall]) -> None:
+def _compare_batches(account: Account, calls: Sequence[RecordedCall]) -> None:
     """Checks that a repeated batch has the same messages."""
     batches: dict[str, list[str]] = {}
     for call in calls:
         if call.batch_id:
-            keys = [key for key, _, _ in call.messages]
+            keys = [message_id for message_id, _, _ in call.messages]
             if batches.setdefault(call.batch_id, keys) != keys:
-                tally.add(
+                account.add(
                     Violation.OTHER,
                     f"batch {call.batch_id} was repeated in {call.execution} with other messages",
                 )

@@ -46,10 +46,10 @@ class LocalFiles:
         builtins.open = io.open = self._opened(io.open)
         replace(os, "fsync", self._fsync)
         for name in ("link", "replace", "rename"):
-            replace(os, name, self._of_path(name, place=1, full=_no_room))
+            replace(os, name, self._of_path(name, place=1, disk_full=_no_room))
         for name in ("remove", "unlink"):
             replace(os, name, self._of_path("remove"))
-        replace(os, "mkdir", self._of_path("mkdir", full=_no_room))
+        replace(os, "mkdir", self._of_path("mkdir", disk_full=_no_room))
         replace(os, "rmdir", self._of_path("rmdir"))
         for name in ("listdir", "scandir"):
             replace(os, name, self._of_path("list", changes=False))
@@ -60,7 +60,7 @@ class LocalFiles:
         def open_file(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
             name = self._name(path, kwargs.get("dir_fd")) if flags & os.O_CREAT else None
             opens = partial(do, path, flags, *args, **kwargs)
-            return self._call("create", name, opens, full=_no_room)
+            return self._call("create", name, opens, disk_full=_no_room)
 
         return open_file
 
@@ -69,7 +69,7 @@ class LocalFiles:
             name = None if isinstance(file, int) else self._name(file)
             opens = partial(do, file, mode, *args, **kwargs)
             if any(flag in mode for flag in "wxa+"):
-                return self._call("create", name, opens, full=_no_room)
+                return self._call("create", name, opens, disk_full=_no_room)
             return self._call("read", name, opens, changes=False)
 
         return open_file
@@ -85,7 +85,7 @@ class LocalFiles:
                 os.ftruncate(number, os.fstat(number).st_size // 2)
 
             return self._call(
-                "write", self._name(path), partial(do, handle), half=half, full=_no_room
+                "write", self._name(path), partial(do, handle), half=half, disk_full=_no_room
             )
 
         return fsync
@@ -148,8 +148,8 @@ class Sqlite:
                 changes=changes,
                 locked=lambda: db.in_transaction,
                 error=_sqlite_failed,
-                full=_sqlite_full if changes else None,
-                hangs=_locked if waits else None,
+                disk_full=_sqlite_full if changes else None,
+                timeout=_locked if waits else None,
             )
 
         class Cursor(sqlite3.Cursor):
@@ -223,7 +223,7 @@ class Sockets:
                     where,
                     lambda: do(self, address),
                     error=_reset,
-                    hangs=_timed_out(self),
+                    timeout=_timed_out(self),
                 )
 
             return connect
@@ -236,7 +236,7 @@ class Sockets:
                     lambda: do(self, data, *args),
                     half=lambda: do(self, memoryview(data).cast("B")[: len(data) // 2], *args),
                     error=_reset,
-                    hangs=_timed_out(self),
+                    timeout=_timed_out(self),
                 )
 
             return send

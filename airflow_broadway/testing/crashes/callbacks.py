@@ -102,14 +102,20 @@ class Callbacks:
             result = do()
             if stage == "handle_batch" and self._pipeline.batchers[target].sink is not None:
                 failed = result.failed if isinstance(result, Rows) else ()
-                fine = _fine_rows(messages, failed or None) if frame else _others(messages, failed)
+                succeeded = (
+                    _successful_rows(messages, failed or None)
+                    if frame
+                    else _messages_without(messages, failed)
+                )
             else:
-                fine = _fine_rows(messages, result) if frame else _fine(result)
-            self._record(stage, batch_id, messages, [self._id_of(m) for m in fine])
+                succeeded = (
+                    _successful_rows(messages, result) if frame else _successful_messages(result)
+                )
+            self._record(stage, batch_id, messages, [self._id_of(m) for m in succeeded])
             return result
 
         return self._interceptor.call(
-            stage, target, recorded, nested=True, error=_failed, hangs=TaskTimeOut
+            stage, target, recorded, nested=True, error=_failed, timeout=TaskTimeOut
         )
 
     def _record(
@@ -126,13 +132,13 @@ class Callbacks:
         os.write(self._handle, json.dumps(record).encode() + b"\n")
 
 
-def _fine(result: Any) -> list[Message]:
+def _successful_messages(result: Any) -> list[Message]:
     """Returns the successful messages of a Python callback's result."""
     messages = result if isinstance(result, list) else [result]
     return [m for m in messages if isinstance(m, Message) and m.status.kind == "ok"]
 
 
-def _others(messages: Sequence[Message], failed: Sequence[Message]) -> list[Message]:
+def _messages_without(messages: Sequence[Message], failed: Sequence[Message]) -> list[Message]:
     """Returns the messages of a batch that did not fail."""
     ids = {message.message_id for message in failed}
     return [message for message in messages if message.message_id not in ids]
@@ -147,15 +153,15 @@ def _messages_of(frame: Any) -> list[Message]:
     ]
 
 
-def _fine_rows(messages: Sequence[Message], returned: Any) -> list[Message]:
+def _successful_rows(messages: Sequence[Message], returned: Any) -> list[Message]:
     """Returns the messages that succeeded, by the result of ``handle_batch`` on Spark."""
     results = read(returned)
     if isinstance(results, Outcomes):
-        good = "ok" if results.status == "ok" else "lower(string(status)) IN ('ok', 'true')"
-        ids = _ids(results.frame.where(good))
+        condition = "ok" if results.status == "ok" else "lower(string(status)) IN ('ok', 'true')"
+        ids = _ids(results.frame.where(condition))
         return [m for m in messages if m.message_id in ids]
-    bad = {key for part in results.parts for key in _ids(part.rows)} if results else set()
-    return [m for m in messages if m.message_id not in bad]
+    failed_ids = {key for part in results.parts for key in _ids(part.rows)} if results else set()
+    return [m for m in messages if m.message_id not in failed_ids]
 
 
 def _ids(rows: Any) -> set[str]:
@@ -166,18 +172,18 @@ def _ids(rows: Any) -> set[str]:
 
 
 def recorded_calls(file: Path) -> Iterator[RecordedCall]:
-    """Yields the calls in order; a call that returned comes twice: begun, and ended."""
+    """Yields the calls in order; a call that returned is yielded twice: at start and end."""
     if not file.exists():
         return
     for line in file.read_text().splitlines():
         record = json.loads(line)
-        fine = record["succeeded"]
+        succeeded = record["succeeded"]
         yield RecordedCall(
             record["execution"],
             record["stage"],
             record["batch_id"],
             [tuple(message) for message in record["messages"]],
-            None if fine is None else frozenset(fine),
+            None if succeeded is None else frozenset(succeeded),
         )
 
 

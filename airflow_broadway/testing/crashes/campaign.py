@@ -1,4 +1,4 @@
-"""A campaign: enumerates the cases of a pipeline, runs them concurrently, and sums up."""
+"""A campaign: enumerates the cases of a pipeline, runs them concurrently, and adds up results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from airflow_broadway.core.errors import BroadwayError
 from airflow_broadway.testing.crashes.account import ACKED, Account
 from airflow_broadway.testing.crashes.case import Case, Recovery, Result, run_case
-from airflow_broadway.testing.crashes.points import Fault, Point, Strike
+from airflow_broadway.testing.crashes.points import Fault, Injection, Point
 from airflow_broadway.testing.crashes.subject import Subject
 
 #: Creates a subject in an empty folder.
@@ -37,16 +37,16 @@ class Family(StrEnum):
     PAIRS = "pairs"
     #: A task that was considered dead resumes after others have recovered.
     ZOMBIES = "zombies"
-    #: A call fails, hangs, or loses its answer; the disk is full, or the clock jumps.
+    #: A call fails, times out, or loses its response; the disk is full, or the clock jumps.
     FAULTS = "faults"
 
 
-_STRIKES: Mapping[Family, tuple[Fault, ...]] = {
+_FAULTS: Mapping[Family, tuple[Fault, ...]] = {
     Family.CRASHES: (Fault.KILLED_BEFORE, Fault.KILLED_HALFWAY, Fault.KILLED_AFTER),
-    Family.ZOMBIES: (Fault.ASLEEP_BEFORE, Fault.ASLEEP_AFTER),
+    Family.ZOMBIES: (Fault.SUSPENDED_BEFORE, Fault.SUSPENDED_AFTER),
     Family.FAULTS: (
         Fault.ERROR,
-        Fault.ANSWER_LOST,
+        Fault.RESPONSE_LOST,
         Fault.TIME_OUT,
         Fault.SENT_TWICE,
         Fault.CONFLICT,
@@ -102,8 +102,8 @@ class Baseline(NamedTuple):
 
 
 @dataclass
-class Sums:
-    """The results of a campaign.
+class Totals:
+    """The totals of a campaign.
 
     :param points: Distinct points at which faults were injected.
     :param parts: Counts by stage and kind of call of the first fault: its points, the cases, the
@@ -119,7 +119,7 @@ class Sums:
     seconds: float = 0.0
 
     @property
-    def good(self) -> bool:
+    def passed(self) -> bool:
         return not self.failures
 
     @property
@@ -153,47 +153,52 @@ class Campaign:
         :raises UnsoundPipeline: If messages are lost or repeated even then.
         """
         if self._baseline is None:
-            first = self._sound(Case())  # warms up imports
-            alone = self._sound(Case())
+            first = self._run_sound(Case())  # warms up imports
+            alone = self._run_sound(Case())
             if first.account.rows != alone.account.rows:
-                raise UnsoundPipeline(_other_rows(first.account.rows, alone.account.rows))
-            busy, again = self._sound(Case(traffic=True)), self._sound(Case(traffic=True))
+                raise UnsoundPipeline(_unstable_rows(first.account.rows, alone.account.rows))
+            busy, busy_again = (
+                self._run_sound(Case(traffic=True)),
+                self._run_sound(Case(traffic=True)),
+            )
             self._check_some_succeed(alone)
-            if alone.account.fates != busy.account.fates:
+            if alone.account.outcomes != busy.account.outcomes:
                 raise UnsoundPipeline("the outcome of a message depends on when it is sent")
             if alone.account.rows != busy.account.rows:
-                text = _other_rows(alone.account.rows, busy.account.rows)
+                text = _unstable_rows(alone.account.rows, busy.account.rows)
                 raise UnsoundPipeline(f"{text}; the second time, messages were sent one by one")
-            steady, odd = zip(_steady(first, alone), _steady(again, busy), strict=True)
+            steady, odd = zip(
+                _stable_points(first, alone), _stable_points(busy_again, busy), strict=True
+            )
             self._baseline = Baseline(steady, alone.account, [*odd[0], *odd[1]])
         return self._baseline
 
     def _check_some_succeed(self, result: Result) -> None:
-        tally = result.account
-        if ACKED not in tally.fates.values():
-            reason = f" ({tally.reasons[0]})" if tally.reasons else ""
+        account = result.account
+        if ACKED not in account.outcomes.values():
+            reason = f" ({account.reasons[0]})" if account.reasons else ""
             raise UnsoundPipeline(
-                f"without any fault, all {len(tally.fates)} messages failed{reason}:"
+                f"without any fault, all {len(account.outcomes)} messages failed{reason}:"
                 " use messages that this pipeline can handle"
             )
 
-    def _sound(self, case: Case) -> Result:
+    def _run_sound(self, case: Case) -> Result:
         result = self.run(case)
-        if not result.good:
+        if not result.passed:
             text = "; ".join(result.account.lines[:3])
             raise UnsoundPipeline(f"failed without any fault: {text}", result.folder / "log.txt")
         return result
 
     def run(self, case: Case) -> Result:
         """Runs one case; removes its folder if it succeeded."""
-        known = self._baseline
+        baseline = self._baseline
         folder = Path(tempfile.mkdtemp(prefix="case-", dir=self._folder))
         subject = self._make(folder)
         try:
-            result = run_case(subject, self._bodies, case, known and known.account)
+            result = run_case(subject, self._bodies, case, baseline and baseline.account)
         finally:
             subject.close()
-        if result.good:
+        if result.passed:
             shutil.rmtree(folder)
         return result
 
@@ -206,7 +211,7 @@ class Campaign:
         share: float = 1.0,
         pairs: int = 0,
         seed: int = 1,
-        own: bool = False,
+        all_callbacks: bool = False,
         tasks: Collection[str] = (),
     ) -> list[Case]:
         """Returns the cases of families.
@@ -214,7 +219,7 @@ class Campaign:
         :param share: The share of all cases except pairs, 0 to 1.  The next seed selects the next
             cases, one of each point before a second one, so that all cases are covered in time.
         :param pairs: The number of cases with two faults.
-        :param own: Whether to include all cases at the callbacks, and at the calls that these make,
+        :param all_callbacks: Whether to include all cases at callbacks, and at calls within them,
             regardless of the share.
         :param tasks: Only these tasks get the first fault; all by default.
         """
@@ -225,29 +230,29 @@ class Campaign:
                 selected += self._pairs(pairs, random.Random(seed), tasks)
             else:
                 singles += self._singles(family, tasks)
-        if own:
-            selected += [case for case in singles if case.strikes[0].point.traits.own]
-            singles = [case for case in singles if not case.strikes[0].point.traits.own]
+        if all_callbacks:
+            selected += [case for case in singles if case.injections[0].point.traits.in_callback]
+            singles = [case for case in singles if not case.injections[0].point.traits.in_callback]
         if share < 1:
-            singles = _select_turn(singles, round(len(singles) * share), seed)
+            singles = _select_share(singles, round(len(singles) * share), seed)
         return [*singles, *selected]
 
-    def named(self, text: str) -> Case:
+    def parse_case(self, text: str) -> Case:
         """Parses a case.
 
         :raises ValueError: If the text is invalid, or this pipeline does not have its first point.
         """
         case = Case.parse(text)
-        (first, fault), *rest = case.strikes
+        (first, fault), *rest = case.injections
         points = self.baseline().points[case.traffic]
         for point in points:
             if point[:3] == first[:3] and _is_distinct(point, fault):
-                return case._replace(strikes=(Strike(point, fault), *rest))
-        known = list(dict.fromkeys(map(str, points)))
-        near = get_close_matches(str(first), known, n=1, cutoff=0.0)
+                return case._replace(injections=(Injection(point, fault), *rest))
+        baseline = list(dict.fromkeys(map(str, points)))
+        near = get_close_matches(str(first), baseline, n=1, cutoff=0.0)
         raise ValueError(
             f"{first}: {fault.value} cannot be, for this pipeline has no such point; the nearest of"
-            f" its {len(known)} points is {near[0]}"
+            f" its {len(baseline)} points is {near[0]}"
         )
 
     def _singles(self, family: Family, tasks: Collection[str]) -> Iterator[Case]:
@@ -259,64 +264,64 @@ class Campaign:
         recoveries = cycle(_RECOVERIES[family])
         for points, traffic in ((alone, False), (busy, True)):
             for point in points:
-                for fault in _STRIKES[family]:
+                for fault in _FAULTS[family]:
                     if _is_distinct(point, fault):
                         recoveries_here = [next(recoveries)] if traffic else _RECOVERIES[family]
                         for recovery in recoveries_here:
-                            yield Case((Strike(point, fault),), recovery, traffic)
+                            yield Case((Injection(point, fault),), recovery, traffic)
 
     def _pairs(self, count: int, rng: random.Random, tasks: Collection[str]) -> Iterator[Case]:
         """Yields cases with a second fault in the recovery; every other one with two recoveries."""
         singles = list(self._singles(Family.CRASHES, tasks))
         for number in range(count):
             first = rng.choice(singles)
-            beside = number % 2 == 1
-            if beside:
+            concurrent = number % 2 == 1
+            if concurrent:
                 first = first._replace(recovery=Recovery.SIDE_BY_SIDE)
             result = self.run(first)
-            first_struck = next((i for i, e in enumerate(result.executions) if e.struck), None)
+            first_injected = next((i for i, e in enumerate(result.executions) if e.injected), None)
             after = [
                 point
-                for execution in result.executions[(first_struck or 0) + 1 :]
+                for execution in result.executions[(first_injected or 0) + 1 :]
                 if execution.name.startswith(("two/", "three/"))
-                or not (beside or execution.name.startswith(("after/", "last/")))
-                for point in execution.seen
+                or not (concurrent or execution.name.startswith(("after/", "last/")))
+                for point in execution.points
                 if point.traits.changes
             ]
             if not after:
                 continue
             point = rng.choice(after)
-            before = Fault.ASLEEP_BEFORE if beside else Fault.KILLED_BEFORE
-            faults = (before, Fault.KILLED_AFTER, Fault.ASLEEP_AFTER)
+            before = Fault.SUSPENDED_BEFORE if concurrent else Fault.KILLED_BEFORE
+            faults = (before, Fault.KILLED_AFTER, Fault.SUSPENDED_AFTER)
             fault = rng.choice([fault for fault in faults if _is_distinct(point, fault)])
-            yield first._replace(strikes=(*first.strikes, Strike(point, fault)))
+            yield first._replace(injections=(*first.injections, Injection(point, fault)))
 
     # -- execution -------------------------------------------------------------------------------
 
-    def strike(
+    def run_cases(
         self,
         cases: Sequence[Case],
         *,
         jobs: int = 1,
         on_result: Callable[[Result], None] = lambda result: None,
-    ) -> Sums:
-        """Runs cases; returns the sums.
+    ) -> Totals:
+        """Runs cases; returns their totals.
 
         :param jobs: The number of concurrent processes.
         """
-        sums = Sums(unsteady=self.baseline().unsteady)
+        totals = Totals(unsteady=self.baseline().unsteady)
         began = time.monotonic()
         # Keeps pages shared with the forks by avoiding garbage collection.
         gc.collect()
         gc.freeze()
         try:
             for result in self._results(cases, jobs):
-                _add(sums, result)
+                _add(totals, result)
                 on_result(result)
         finally:
             gc.unfreeze()
-        sums.seconds = time.monotonic() - began
-        return sums
+        totals.seconds = time.monotonic() - began
+        return totals
 
     def _results(self, cases: Sequence[Case], jobs: int) -> Iterator[Result]:
         if jobs == 1:
@@ -336,20 +341,20 @@ def _run(case: Case) -> Result:
     return _campaigns[-1].run(case)
 
 
-def _select_turn(cases: Sequence[Case], count: int, turn: int) -> list[Case]:
+def _select_share(cases: Sequence[Case], count: int, index: int) -> list[Case]:
     """Returns the n-th portion of the cases; every point comes once before any comes twice."""
     mixed = random.Random(len(cases)).sample(cases, len(cases))  # the same order in every turn
     nth: Counter[tuple[object, ...]] = Counter()
     ranked: list[tuple[int, Case]] = []
     for case in mixed:
-        point = case.strikes[0].point[:3]
+        point = case.injections[0].point[:3]
         ranked.append((nth[point], case))
         nth[point] += 1
     ranked.sort(key=itemgetter(0))
-    return [ranked[(turn * count + number) % len(ranked)][1] for number in range(count)]
+    return [ranked[(index * count + number) % len(ranked)][1] for number in range(count)]
 
 
-def _steady(one: Result, other: Result) -> tuple[list[Point], list[Point]]:
+def _stable_points(one: Result, other: Result) -> tuple[list[Point], list[Point]]:
     """Returns the calls that both first runs have, and the calls that only one has."""
     points, other_points = _first_run(one), _first_run(other)
     keys, other_keys = {point[:3] for point in points}, {point[:3] for point in other_points}
@@ -359,7 +364,7 @@ def _steady(one: Result, other: Result) -> tuple[list[Point], list[Point]]:
     )
 
 
-def _other_rows(one: Counter[str] | None, other: Counter[str] | None) -> str:
+def _unstable_rows(one: Counter[str] | None, other: Counter[str] | None) -> str:
     one, other = one or Counter(), other or Counter()
     [row, *_] = sorted((one - other) | (other - one))
     return (
@@ -374,29 +379,31 @@ def _first_run(result: Result) -> list[Point]:
         point
         for execution in result.executions
         if execution.name.startswith("one/")
-        for point in execution.seen
+        for point in execution.points
     ]
 
 
 def _is_distinct(point: Point, fault: Fault) -> bool:
     """Returns whether the fault differs from one at the previous or next call."""
     traits = point.traits
-    if fault is Fault.ASLEEP_BEFORE:
+    if fault is Fault.SUSPENDED_BEFORE:
         return traits.changes and not traits.locked_before
-    if fault is Fault.ASLEEP_AFTER:
+    if fault is Fault.SUSPENDED_AFTER:
         return not traits.locked_after
     if fault in _OPTIONAL:
         return fault.value in traits.faults.split(",")
     return traits.changes or fault in (Fault.ERROR, Fault.CLOCK_AHEAD, Fault.CLOCK_BEHIND)
 
 
-def _add(sums: Sums, result: Result) -> None:
-    sums.runs += len({execution.name.split("/")[0] for execution in result.executions})
-    first = result.case.strikes[0].point
+def _add(totals: Totals, result: Result) -> None:
+    totals.runs += len({execution.name.split("/")[0] for execution in result.executions})
+    first = result.case.injections[0].point
     stage = first.execution.split("/")[1].partition("!")[0]  # without the index of a mapped task
-    part = sums.parts.setdefault((stage, first.call.kind), Counter())
-    part.update({kind.name.lower(): len(texts) for kind, texts in result.account.wrong.items()})
-    part.update(cases=1, points=int(first not in sums.points), failed=int(not result.good))
-    sums.points.update(strike.point for strike in result.case.strikes)
-    if not result.good:
-        sums.failures.append(result)
+    part = totals.parts.setdefault((stage, first.call.kind), Counter())
+    part.update(
+        {kind.name.lower(): len(texts) for kind, texts in result.account.violations.items()}
+    )
+    part.update(cases=1, points=int(first not in totals.points), failed=int(not result.passed))
+    totals.points.update(injection.point for injection in result.case.injections)
+    if not result.passed:
+        totals.failures.append(result)

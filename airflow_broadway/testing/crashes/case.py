@@ -10,9 +10,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from airflow_broadway.testing.crashes.account import Account, Violation, account
+from airflow_broadway.testing.crashes.account import Account, Violation, check_messages
 from airflow_broadway.testing.crashes.callbacks import RecordedCall, recorded_calls
-from airflow_broadway.testing.crashes.points import Strike
+from airflow_broadway.testing.crashes.points import Injection
 from airflow_broadway.testing.crashes.scheduler import EndState, Execution, Run, Scheduler
 from airflow_broadway.testing.crashes.subject import Subject
 
@@ -27,7 +27,7 @@ _OPEN = re.compile(r"/_open/[^.][^/]*\.json$")
 
 
 #: The text form of a case.
-_CASE = re.compile(r"(?P<struck>.+?)(?: \[(?P<recovery>[a-z ]+)(?P<traffic>, traffic)?\])?")
+_CASE = re.compile(r"(?P<injections>.+?)(?: \[(?P<recovery>[a-z ]+)(?P<traffic>, traffic)?\])?")
 
 
 class Recovery(StrEnum):
@@ -39,9 +39,9 @@ class Recovery(StrEnum):
     GIVE_UP = "give up"
     #: The whole run is cleared, and all its tasks are retried.
     CLEAR = "clear"
-    #: The run has failed and is abandoned; the next run begins.
+    #: The run has failed and is abandoned; the next run starts.
     NEXT_RUN = "next run"
-    #: The run counts as running, but its leases lapse; the next run begins.
+    #: The run counts as running, but its leases expire; the next run starts.
     LAPSE = "lapse"
     #: The run has failed; the next two runs execute concurrently.
     SIDE_BY_SIDE = "side by side"
@@ -50,17 +50,17 @@ class Recovery(StrEnum):
 class Case(NamedTuple):
     """The faults injected into one pipeline, and the recovery.
 
-    :param strikes: The faults in the first run, and in the recovery from it.
-    :param traffic: Whether messages are sent while runs begin and end.
+    :param injections: The faults in the first run, and in the recovery from it.
+    :param traffic: Whether messages are sent while runs start and end.
     """
 
-    strikes: tuple[Strike, ...] = ()
+    injections: tuple[Injection, ...] = ()
     recovery: Recovery = Recovery.RETRY
     traffic: bool = False
 
     def __str__(self) -> str:
-        struck = ", then ".join(map(str, self.strikes)) or "nothing is struck"
-        return f"{struck} [{self.recovery.value}{', traffic' if self.traffic else ''}]"
+        injected = ", then ".join(map(str, self.injections)) or "no fault"
+        return f"{injected} [{self.recovery.value}{', traffic' if self.traffic else ''}]"
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -72,8 +72,8 @@ class Case(NamedTuple):
         if match is None or (match["recovery"] or "retry") not in set(Recovery):
             ways = ", ".join(Recovery)
             raise ValueError(f"expected POINT: FAULT [one of {ways}], got: {text!r}")
-        strikes = tuple(map(Strike.parse, match["struck"].split(", then ")))
-        return cls(strikes, Recovery(match["recovery"] or "retry"), bool(match["traffic"]))
+        injections = tuple(map(Injection.parse, match["injections"].split(", then ")))
+        return cls(injections, Recovery(match["recovery"] or "retry"), bool(match["traffic"]))
 
 
 @dataclass
@@ -87,8 +87,8 @@ class Result:
     folder: Path
 
     @property
-    def good(self) -> bool:
-        return self.account.good
+    def passed(self) -> bool:
+        return self.account.passed
 
 
 def run_case(
@@ -99,7 +99,7 @@ def run_case(
     :param bodies: The messages.
     :param expected: The account without faults; ``None`` if unknown.
     """
-    with closing(Scheduler(subject, case.strikes)) as scheduler:
+    with closing(Scheduler(subject, case.injections)) as scheduler:
         return _Case(subject, bodies, case, scheduler).run(expected)
 
 
@@ -120,21 +120,21 @@ class _Case:
         self._publish(len(self._bodies) // 2 if self._case.traffic else len(self._bodies))
         run = scheduler.run("one")
         self._run_first(run)
-        self._wake_all()
+        self._resume_all()
         run.over = True
         self._publish(len(self._bodies))
         self._drain()
         self._age_out()
-        failing = {s.point.execution for s in self._case.strikes if s.fails_callbacks}
-        tally = account(self._subject, self._ids, expected, failing)
-        struck = {execution.name for execution in scheduler.executions if execution.struck}
-        if any(strike.point.execution not in struck for strike in self._case.strikes):
+        failing = {s.point.execution for s in self._case.injections if s.fails_callbacks}
+        account = check_messages(self._subject, self._ids, expected, failing)
+        injected = {execution.name for execution in scheduler.executions if execution.injected}
+        if any(injection.point.execution not in injected for injection in self._case.injections):
             self._mistakes.append(
-                "the point was not reached: this pipeline is not the same in every run"
+                "the point was not reached: the calls of this pipeline differ from run to run"
             )
         for text in self._mistakes:
-            tally.add(Violation.OTHER, text)
-        return Result(self._case, tally, scheduler.executions, self._subject.folder)
+            account.add(Violation.OTHER, text)
+        return Result(self._case, account, scheduler.executions, self._subject.folder)
 
     def _publish(self, upto: int) -> None:
         """Sends messages until ``upto`` have been sent."""
@@ -147,25 +147,25 @@ class _Case:
         scheduler = self._scheduler
         for place, task in enumerate(scheduler.tasks):
             execution = self._attempt(run, task)
-            if execution.ended is EndState.DONE and _is_complete(run, task):
+            if execution.end_state is EndState.DONE and _is_complete(run, task):
                 continue
-            if execution.ended is EndState.HUNG:
+            if execution.end_state is EndState.HUNG:
                 self._mistakes.append(f"{execution.name} hung")
             self._recover(run, place)
             return
 
-    def _wake_all(self) -> None:
-        for execution in self._scheduler.asleep:
-            self._wake(execution)
+    def _resume_all(self) -> None:
+        for execution in self._scheduler.suspended:
+            self._resume(execution)
         if not self._scheduler.wait_for_drivers():
             self._mistakes.append("a driver hung")
 
-    def _wake(self, execution: Execution) -> None:
+    def _resume(self, execution: Execution) -> None:
         """Resumes a suspended execution, which must notice that others have taken over its work."""
         calls, outcomes = self._batch_calls(), self._outcomes()
-        self._scheduler.wake(execution)
-        if execution.ended is EndState.HUNG:
-            self._mistakes.append(f"{execution.name} hung when it woke")
+        self._scheduler.resume(execution)
+        if execution.end_state is EndState.HUNG:
+            self._mistakes.append(f"{execution.name} hung after it was resumed")
         if self._subject.unstaged:  # its batches are in memory only
             return
         if self._case.recovery is Recovery.LAPSE and not self._subject.lapses:
@@ -175,11 +175,11 @@ class _Case:
         # A thread may be suspended between check and action: one batch per thread is allowed.
         batchers = self._subject.pipeline.batchers.values()
         if len(handled) > sum(batcher.concurrency for batcher in batchers):
-            self._mistakes.append(f"{execution.name} woke, and began {len(handled)} batches")
-        points = [s.point for s in self._case.strikes if s.point.execution in names]
+            self._mistakes.append(f"{execution.name} resumed and started {len(handled)} batches")
+        points = [s.point for s in self._case.injections if s.point.execution in names]
         in_batch = any(point.call.kind == "handle_batch" for point in points)
         if in_batch and self._outcomes() - outcomes:
-            self._mistakes.append(f"{execution.name} woke, and recorded outcomes without a check")
+            self._mistakes.append(f"{execution.name} resumed and recorded outcomes unchecked")
 
     def _batch_calls(self) -> list[RecordedCall]:
         """Returns the calls of ``handle_batch`` so far."""
@@ -225,11 +225,11 @@ class _Case:
         A suspended execution does not count as dead: it resumes when the other run has ended.
         """
         one, other = (
-            self._steps(self._scheduler.run(run_id), self._scheduler.tasks, beside=True)
+            self._steps(self._scheduler.run(run_id), self._scheduler.tasks, concurrent=True)
             for run_id in run_ids
         )
-        while (asleep := next(one, None)) is not None:
-            if asleep:
+        while (suspended := next(one, None)) is not None:
+            if suspended:
                 for _ in other:
                     pass
             one, other = other, one
@@ -237,30 +237,35 @@ class _Case:
             pass
 
     def _steps(
-        self, run: Run, tasks: Sequence[str], failed: Sequence[str] = (), *, beside: bool = False
+        self,
+        run: Run,
+        tasks: Sequence[str],
+        failed: Sequence[str] = (),
+        *,
+        concurrent: bool = False,
     ) -> Iterator[bool]:
         """Executes tasks as :meth:`_execute` does, and yields after each.
 
-        :param beside: Whether another run is active; ``True`` is then yielded for a suspended task.
+        :param concurrent: Whether another run is active; then yields ``True`` for a suspended task.
         """
         for task in tasks:
             for _ in range(_TRIES):
                 execution = self._attempt(run, task, failed=failed)
-                if beside and execution.ended is EndState.ASLEEP:
+                if concurrent and execution.end_state is EndState.SUSPENDED:
                     yield True
-                    self._scheduler.wake(execution)
-                if execution.ended is EndState.DONE and _is_complete(run, task):
+                    self._scheduler.resume(execution)
+                if execution.end_state is EndState.DONE and _is_complete(run, task):
                     break
             else:
-                if execution.ended is not EndState.DONE:
-                    if beside and self._subject.exclusive:
+                if execution.end_state is not EndState.DONE:
+                    if concurrent and self._subject.exclusive:
                         break
-                    text = f"{execution.name} {execution.ended.value}, after all tries"
+                    text = f"{execution.name} {execution.end_state.value}, after all tries"
                     self._mistakes.append(text)
                     break
                 failed = [*failed, task]
             yield False
-        run.over = run.over or beside
+        run.over = run.over or concurrent
 
     def _attempt(self, run: Run, task: str, *, failed: Sequence[str] = ()) -> Execution:
         """Executes a task; the sensor repeatedly until it is done."""
@@ -268,7 +273,7 @@ class _Case:
         execution = scheduler.attempt(run, task, failed=failed)
         if self._case.traffic:
             self._publish(len(self._ids) + 1)
-        while task == "ack" and execution.ended is EndState.DONE and run.returned[task] is None:
+        while task == "ack" and execution.end_state is EndState.DONE and run.returned[task] is None:
             self._pass_time(self._subject.hold_failed / 3)
             execution = scheduler.attempt(run, task, failed=failed)
         return execution
@@ -290,19 +295,19 @@ class _Case:
         """Executes more runs, after the retention of the previous ones."""
         if any(_OPEN.search(path) for path in self._subject.staged()):
             self._run_whole("after")  # accounts for those that died
-        for looks in reversed(range(self._subject.aging_runs)):
+        for number in reversed(range(self._subject.aging_runs)):
             self._pass_time(_RETENTION)
-            self._run_whole(f"look-{looks}" if looks else "last")
+            self._run_whole(f"aging-{number}" if number else "last")
 
     def _run_whole(self, run_id: str) -> None:
         """Executes another run from its first task to its last."""
         run = self._scheduler.run(run_id)
         self._execute(run, self._scheduler.tasks)
-        self._wake_all()  # a suspended one may hold prefetched messages
+        self._resume_all()  # a suspended one may hold prefetched messages
         run.over = True
 
     def _pass_time(self, seconds: float) -> None:
-        self._scheduler.ahead += seconds
+        self._scheduler.clock_offset += seconds
         self._subject.pass_time(seconds)
 
 

@@ -17,7 +17,14 @@ from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-from airflow_broadway.testing.crashes.points import Call, Fault, Names, Point, Strike, Traits
+from airflow_broadway.testing.crashes.points import (
+    Call,
+    Fault,
+    Injection,
+    Point,
+    TargetNames,
+    Traits,
+)
 
 R = TypeVar("R")
 
@@ -38,27 +45,31 @@ class Interceptor:
     """Counts the calls of one execution, and injects its fault.
 
     :param execution: ``run/task/try``.
-    :param strikes: Execution → fault; at most one each.
-    :param ahead: Seconds by which this process's clock is ahead of the system clock.
+    :param injections: Execution → fault; at most one each.
+    :param clock_offset: Seconds by which this process's clock is ahead of the system clock.
     """
 
     def __init__(
-        self, execution: str, strikes: Mapping[str, Strike] | None = None, *, ahead: float = 0.0
+        self,
+        execution: str,
+        injections: Mapping[str, Injection] | None = None,
+        *,
+        clock_offset: float = 0.0,
     ) -> None:
         self.execution = execution
-        self.ahead = ahead
+        self.clock_offset = clock_offset
         #: Every call so far, in order.
-        self.seen: list[Point] = []
+        self.points: list[Point] = []
         #: Whether the fault has been injected.
-        self.struck = False
-        #: Called before the fault is injected, and when the call has been made all the same.
-        self.on_strike: Callable[[], None] = lambda: None
+        self.injected = False
+        #: Called before the fault is injected, and after the call if that is made anyway.
+        self.on_injection: Callable[[], None] = lambda: None
         #: Called when this process is resumed.
-        self.on_wake: Callable[[], None] = lambda: None
+        self.on_resume: Callable[[], None] = lambda: None
         #: Seconds of waits that were skipped.
         self.skipped = 0.0
-        self._strike = (strikes or {}).get(execution)
-        self._names = Names()
+        self._injection = (injections or {}).get(execution)
+        self._names = TargetNames()
         self._counts: Counter[Call] = Counter()
         self._lock = threading.Lock()
         self._inside = threading.local()
@@ -85,10 +96,10 @@ class Interceptor:
         locked: Callable[[], bool] = lambda: False,
         error: Callable[[], Exception] = lambda: OSError(errno.EIO, os.strerror(errno.EIO)),
         lost: Callable[[], Exception] | None = None,
-        full: Callable[[], Exception] | None = None,
-        hangs: Callable[[], BaseException] | None = None,
+        disk_full: Callable[[], Exception] | None = None,
+        timeout: Callable[[], BaseException] | None = None,
         late: bool = False,
-        others: Mapping[Fault, Callable[[], R]] = _NO_OTHERS,
+        extra: Mapping[Fault, Callable[[], R]] = _NO_OTHERS,
     ) -> R:
         """Makes one external call, or injects the fault into it.
 
@@ -97,45 +108,45 @@ class Interceptor:
         :param nested: Whether calls within it count too, as for callbacks.
         :param locked: Returns whether this process holds a lock that is released only by its death.
         :param error: Creates the exception of a failed call.
-        :param lost: Creates the exception of a lost answer; ``error`` by default.
-        :param full: Creates the exception of a full disk; ``None`` if the call needs no space.
-        :param hangs: Creates the exception of a timeout; ``None`` if the call has no timeout.
+        :param lost: Creates the exception of a lost response; ``error`` by default.
+        :param disk_full: Creates the exception of a full disk; ``None``: needs no space.
+        :param timeout: Creates the exception of a timeout; ``None``: has no timeout.
         :param late: Whether a timed-out call may still take effect, after the next call.
-        :param others: Other faults of this call, with the functions that carry them out.
+        :param extra: Other faults of this call, with the functions that inject them.
         """
         if self.busy:
             return do()
-        optional = {Fault.KILLED_HALFWAY: half, Fault.DISK_FULL: full, Fault.TIME_OUT: hangs}
+        optional = {Fault.KILLED_HALFWAY: half, Fault.DISK_FULL: disk_full, Fault.TIME_OUT: timeout}
         actions: dict[Fault, Callable[[], Any]] = {
             fault: action for fault, action in optional.items() if action is not None
         }
-        actions.update(others)
-        own = nested or getattr(self._inside, "callback", False)
+        actions.update(extra)
+        in_callback = nested or getattr(self._inside, "callback", False)
         with self._within(nested):
-            call = Call(kind, self._names.plain(target))
-            traits = Traits(changes, ",".join(actions), locked(), own=own)
+            call = Call(kind, self._names.normalize(target))
+            traits = Traits(changes, ",".join(actions), locked(), in_callback=in_callback)
             nth, index = self._record(call, traits)
-            if self._full and full is not None:
-                raise full()
-            strike = self._strike
-            if strike is None or self.struck or strike.point[1:3] != (call, nth):
+            if self._full and disk_full is not None:
+                raise disk_full()
+            injection = self._injection
+            if injection is None or self.injected or injection.point[1:3] != (call, nth):
                 result = do()
                 self._do_late()
             else:
                 result = self._inject(
-                    strike.fault, do, actions, error=error, lost=lost or error, late=late
+                    injection.fault, do, actions, error=error, lost=lost or error, late=late
                 )
             if locked():
-                point = self.seen[index]
-                self.seen[index] = point._replace(traits=traits._replace(locked_after=True))
+                point = self.points[index]
+                self.points[index] = point._replace(traits=traits._replace(locked_after=True))
             return result
 
     def pass_time(self, seconds: float) -> None:
         """Advances the clocks of this process."""
-        self.ahead += seconds
+        self.clock_offset += seconds
         self.skipped += seconds
 
-    def do_later(self, do: Callable[[], object]) -> None:
+    def apply_later(self, do: Callable[[], object]) -> None:
         """Schedules a call after the next one; its result is discarded."""
         self._late.append(do)
 
@@ -155,8 +166,8 @@ class Interceptor:
         with self._lock:
             self._counts[call] += 1
             nth = self._counts[call]
-            self.seen.append(Point(self.execution, call, nth, traits))
-            return nth, len(self.seen) - 1
+            self.points.append(Point(self.execution, call, nth, traits))
+            return nth, len(self.points) - 1
 
     # -- fault injection -------------------------------------------------------------------------
 
@@ -175,8 +186,8 @@ class Interceptor:
         :param actions: The half of the call, the exceptions of a full disk and of a timeout, and
             what carries out other faults; of those that are possible here.
         """
-        self.struck = True
-        self.on_strike()
+        self.injected = True
+        self.on_injection()
         if fault is Fault.KILLED_BEFORE:
             self._die()
         elif fault is Fault.KILLED_HALFWAY:
@@ -187,7 +198,7 @@ class Interceptor:
         elif fault is Fault.TIME_OUT:
             self.pass_time(_TIME_OUT)
             if late:
-                self.do_later(do)
+                self.apply_later(do)
             raise actions[fault]()
         elif fault is Fault.DISK_FULL:
             self._full = True
@@ -195,19 +206,19 @@ class Interceptor:
         elif fault in actions:
             otherwise: R = actions[fault]()
             return otherwise
-        elif fault is Fault.ASLEEP_BEFORE:
-            self._sleep()
+        elif fault is Fault.SUSPENDED_BEFORE:
+            self._suspend()
         elif fault is Fault.BROKER_RESTARTS:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault in (Fault.CLOCK_AHEAD, Fault.CLOCK_BEHIND):
-            self.ahead += _HOUR if fault is Fault.CLOCK_AHEAD else -_HOUR
+            self.clock_offset += _HOUR if fault is Fault.CLOCK_AHEAD else -_HOUR
         result = do()
-        self.on_strike()
+        self.on_injection()
         if fault is Fault.KILLED_AFTER:
             self._die()
-        elif fault is Fault.ASLEEP_AFTER:
-            self._sleep()
-        elif fault is Fault.ANSWER_LOST:
+        elif fault is Fault.SUSPENDED_AFTER:
+            self._suspend()
+        elif fault is Fault.RESPONSE_LOST:
             raise lost()
         return result
 
@@ -222,10 +233,10 @@ class Interceptor:
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60.0)
 
-    def _sleep(self) -> None:
+    def _suspend(self) -> None:
         """Suspends all threads of this process until SIGCONT."""
         os.kill(os.getpid(), signal.SIGSTOP)
-        self.on_wake()
+        self.on_resume()
 
 
 def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:

@@ -18,7 +18,7 @@ _RANDOM = re.compile(
     r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<![0-9A-Za-z])(?:[0-9a-f]{8}|[0-9a-f]{12,})(?![0-9A-Za-z])"
 )
 _TIMESTAMP = re.compile(r"\d{8}T\d{6,}Z?|\d{4}-\d\d-\d\d|(?<!\w)\d{10}(?!\w)")
-#: The text form of a strike.
+#: The text form of an injection.
 _STRIKE = re.compile(
     r"(?P<execution>\S+) (?P<kind>\S+)(?: (?P<target>.+))? #(?P<nth>[1-9]\d*): (?P<fault>[a-z ]+)"
 )
@@ -49,14 +49,14 @@ class Traits(NamedTuple):
     :param locked_before: Whether the process holds a lock before the call that is released only by
         its death: while it is suspended there, recovery is impossible.
     :param locked_after: The same after the call.
-    :param own: Whether it is a callback, or made by one: the pipeline's own, not the package's.
+    :param in_callback: Whether it is a callback, or within one: made by the pipeline.
     """
 
     changes: bool = True
     faults: str = ""
     locked_before: bool = False
     locked_after: bool = False
-    own: bool = False
+    in_callback: bool = False
 
 
 class Point(NamedTuple):
@@ -82,17 +82,17 @@ class Fault(StrEnum):
     KILLED_HALFWAY = "killed halfway"
     KILLED_AFTER = "killed after"
     #: The process is suspended, and resumes after others have recovered from its death: a zombie.
-    ASLEEP_BEFORE = "asleep before"
-    ASLEEP_AFTER = "asleep after"
+    SUSPENDED_BEFORE = "suspended before"
+    SUSPENDED_AFTER = "suspended after"
     #: The call fails without effect.
     ERROR = "error"
-    #: The call takes effect, but fails.
-    ANSWER_LOST = "answer lost"
+    #: The call takes effect, but fails: its response is lost.
+    RESPONSE_LOST = "response lost"
     #: The call times out; it may still take effect later.
     TIME_OUT = "timed out"
-    #: The client retries it, as after a lost answer, and returns the second answer.
+    #: The client retries it, as after a lost response, and returns the second response.
     SENT_TWICE = "sent twice"
-    #: The server refuses it because of a concurrent request.
+    #: The server rejects it because of a concurrent request.
     CONFLICT = "conflict"
     #: A list lacks the newest entries.
     STALE = "stale list"
@@ -105,8 +105,8 @@ class Fault(StrEnum):
     BROKER_RESTARTS = "broker restarts"
 
 
-class Strike(NamedTuple):
-    """A fault at a point."""
+class Injection(NamedTuple):
+    """A fault to inject at a point."""
 
     point: Point
     fault: Fault
@@ -117,11 +117,13 @@ class Strike(NamedTuple):
     @property
     def fails_callbacks(self) -> bool:
         """Whether it may fail a callback of the execution."""
-        faults = (Fault.ERROR, Fault.ANSWER_LOST, Fault.TIME_OUT)
-        return self.fault is Fault.DISK_FULL or (self.point.traits.own and self.fault in faults)
+        faults = (Fault.ERROR, Fault.RESPONSE_LOST, Fault.TIME_OUT)
+        return self.fault is Fault.DISK_FULL or (
+            self.point.traits.in_callback and self.fault in faults
+        )
 
     @classmethod
-    def parse(cls, text: str) -> Strike:
+    def parse(cls, text: str) -> Injection:
         """Parses the text of :meth:`__str__`, which lacks the traits.
 
         :raises ValueError: If the text is invalid.
@@ -136,16 +138,16 @@ class Strike(NamedTuple):
         return cls(Point(match["execution"], call, int(match["nth"])), Fault(match["fault"]))
 
 
-class Names:
-    """Numbers the random parts of targets, in the order of use by one execution."""
+class TargetNames:
+    """Numbers the random parts of targets in the order of first use by one execution."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
 
-    def plain(self, target: str) -> str:
+    def normalize(self, target: str) -> str:
         """Returns the target with random parts replaced."""
         return _RANDOM.sub(
-            self._number, _TIMESTAMP.sub("<instant>", _TEMPORARY.sub(TEMPORARY, target))
+            self._number, _TIMESTAMP.sub("<timestamp>", _TEMPORARY.sub(TEMPORARY, target))
         )
 
     def _number(self, match: re.Match[str]) -> str:

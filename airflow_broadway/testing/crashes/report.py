@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from airflow_broadway.core.text import cut, many, printable, table
 from airflow_broadway.testing.crashes.account import Violation
-from airflow_broadway.testing.crashes.campaign import Sums
+from airflow_broadway.testing.crashes.campaign import Totals
 from airflow_broadway.testing.crashes.case import Case, Result
 
 #: Cases reported for each kind of failure, and lines for each case.
@@ -35,43 +35,43 @@ _MEANS: Mapping[Violation, str] = {
 }
 
 
-def report(sums: Sums, again: Callable[[Case], str]) -> list[str]:
+def report(totals: Totals, again: Callable[[Case], str]) -> list[str]:
     """Returns the lines of a report.
 
     :param again: Returns the command that repeats one case.
     """
-    lines = [*_table(sums), ""]
+    lines = [*_table(totals), ""]
     for kind in Violation:
-        failures = [failure for failure in sums.failures if kind in failure.account.wrong]
+        failures = [failure for failure in totals.failures if kind in failure.account.violations]
         if failures:
             lines += [*_failures(kind, failures, again), ""]
-    if sums.unsteady:
-        lines += [*_unsteady(sums), ""]
-    total = f"{many(sums.cases, 'case')} at {many(len(sums.points), 'point')}"
-    failed = f"{len(sums.failures):,} failed" if sums.failures else "none failed"
+    if totals.unsteady:
+        lines += [*_unsteady(totals), ""]
+    total = f"{many(totals.cases, 'case')} at {many(len(totals.points), 'point')}"
+    failed = f"{len(totals.failures):,} failed" if totals.failures else "none failed"
     return [*lines, f"{total}: {failed}."]
 
 
-def _table(sums: Sums) -> list[str]:
+def _table(totals: Totals) -> list[str]:
     rows: list[list[object]] = [
         [stage, kind, *(part[name] for name in _COUNTS)]
-        for (stage, kind), part in sums.parts.items()
+        for (stage, kind), part in totals.parts.items()
     ]
-    order = {stage: place for place, (stage, _) in enumerate(reversed(sums.parts))}
+    order = {stage: place for place, (stage, _) in enumerate(reversed(totals.parts))}
     rows.sort(key=lambda row: (-order[str(row[0])], not row[4], str(row[1])))
-    whole = ["all", "", *(sums.counts[name] for name in _COUNTS)]
+    whole = ["all", "", *(totals.counts[name] for name in _COUNTS)]
     return table(("stage", "call", *_COUNTS.values()), [*rows, whole])
 
 
-def _unsteady(sums: Sums) -> Iterator[str]:
+def _unsteady(totals: Totals) -> Iterator[str]:
     yield from wrap(
-        f"Skipped: {many(len(sums.unsteady), 'call')}, made in some runs only, even without faults."
-        " Such calls depend on time, on chance or on other threads.",
+        f"Skipped: {many(len(totals.unsteady), 'call')}, made in some runs only, even without"
+        " faults. Such calls depend on time, on chance or on other threads.",
         100,
     )
-    yield from (f"  {point}" for point in sums.unsteady[:_LINES])
-    if len(sums.unsteady) > _LINES:
-        yield f"  and {len(sums.unsteady) - _LINES:,} more"
+    yield from (f"  {point}" for point in totals.unsteady[:_LINES])
+    if len(totals.unsteady) > _LINES:
+        yield f"  and {len(totals.unsteady) - _LINES:,} more"
 
 
 def _failures(
@@ -83,7 +83,7 @@ def _failures(
     yield ""
     for failure in failures[:_CASES]:
         yield f"  {failure.case}"
-        details = failure.account.wrong[kind]
+        details = failure.account.violations[kind]
         yield from (f"    {cut(printable(line), 300)}" for line in details[:_LINES])
         if len(details) > _LINES:
             yield f"    and {len(details) - _LINES:,} more"

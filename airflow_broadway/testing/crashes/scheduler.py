@@ -30,30 +30,30 @@ from typing import Any
 
 from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.testing.crashes.interceptor import Interceptor
-from airflow_broadway.testing.crashes.points import Call, Fault, Point, Strike, Traits
-from airflow_broadway.testing.crashes.spark import Driver, be_driver, uses_spark, wait_for_drivers
-from airflow_broadway.testing.crashes.subject import Subject, enter
+from airflow_broadway.testing.crashes.points import Call, Fault, Injection, Point, Traits
+from airflow_broadway.testing.crashes.spark import Driver, run_driver, uses_spark, wait_for_drivers
+from airflow_broadway.testing.crashes.subject import Subject, enter_case_folder
 from airflow_broadway.testing.crashes.tasks import Attempt
 
 #: The maximum seconds of one execution.
-PATIENCE = 120.0
-#: Seconds by which a process is suspended: its earlier knowledge is then outdated.
-_SLEPT = 60.0
+TIMEOUT = 120.0
+#: Simulated seconds of a suspension, after which cached state is outdated.
+_SUSPENSION = 60.0
 
 
 class EndState(StrEnum):
-    """How an execution ended."""
+    """The state in which an execution ended."""
 
     DONE = "done"
     FAILED = "failed"
     DIED = "died"
-    ASLEEP = "asleep"
+    SUSPENDED = "suspended"
     HUNG = "hung"
 
 
 @dataclass
 class Run:
-    """One run of the Dag."""
+    """A run of the DAG."""
 
     run_id: str
     #: In shared memory: a suspended task that resumes reads the present value.
@@ -83,11 +83,11 @@ class Execution:
     pid: int
     run: Run
     task: str
-    ended: EndState = EndState.DONE
+    end_state: EndState = EndState.DONE
     #: Its external calls.
-    seen: list[Point] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
     #: Whether its fault was injected.
-    struck: bool = False
+    injected: bool = False
     #: The Spark driver that it started, if any.
     driver: Execution | None = None
 
@@ -95,17 +95,17 @@ class Execution:
 class Scheduler:
     """Executes tasks, and tracks which runs have ended.
 
-    :param strikes: The faults to inject.
+    :param injections: The faults to inject.
     """
 
-    def __init__(self, subject: Subject, strikes: Iterable[Strike] = ()) -> None:
+    def __init__(self, subject: Subject, injections: Iterable[Injection] = ()) -> None:
         self._subject = subject
-        self._strikes = {strike.point.execution: strike for strike in strikes}
+        self._injections = {injection.point.execution: injection for injection in injections}
         self._runs: dict[str, Run] = {}
         #: All executions so far, in order.
         self.executions: list[Execution] = []
         #: Seconds by which the clock of tasks is ahead of the system clock.
-        self.ahead = 0.0
+        self.clock_offset = 0.0
         self._results = subject.folder / "results"
         self._results.mkdir()
         self._drivers = subject.folder / "drivers"
@@ -114,7 +114,7 @@ class Scheduler:
     def tasks(self) -> list[str]:
         """The task ids of a run, in order.
 
-        The sensor starts with the run: ``look`` is a poke while other tasks run, ``ack`` its last.
+        The sensor starts with the run: ``poke`` is a poke while other tasks run, ``ack`` its last.
         """
         pipeline = self._subject.pipeline
         if self._subject.unstaged:
@@ -125,19 +125,21 @@ class Scheduler:
         ]
         batches = [f"batch.{name}" for name in pipeline.batchers]
         spark = ["spark"] if uses_spark(pipeline) else []
-        return [*processes, "look", *batches, *spark, "ack"]
+        return [*processes, "poke", *batches, *spark, "ack"]
 
     @property
-    def asleep(self) -> list[Execution]:
+    def suspended(self) -> list[Execution]:
         """The suspended executions, in order of start."""
-        return [execution for execution in self.executions if execution.ended is EndState.ASLEEP]
+        return [
+            execution for execution in self.executions if execution.end_state is EndState.SUSPENDED
+        ]
 
     def close(self) -> None:
         """Kills suspended executions, so that no process outlives the case."""
-        for execution in self.asleep:
+        for execution in self.suspended:
             os.kill(execution.pid, signal.SIGKILL)
             os.waitpid(execution.pid, 0)
-            execution.ended = EndState.DIED
+            execution.end_state = EndState.DIED
         wait_for_drivers(self._drivers, 0.0)
 
     def run(self, run_id: str) -> Run:
@@ -160,32 +162,32 @@ class Scheduler:
         self.executions.append(execution)
         if task == "spark":
             execution.driver = Execution(_driver_of(name), pid, run, "driver")
-        self._await(execution)
+        self._wait_for(execution)
         if execution.driver is not None:
             # The execution with the fault comes first.
-            place = len(self.executions) - execution.struck
+            place = len(self.executions) - execution.injected
             self.executions.insert(place, execution.driver)
         return execution
 
-    def wake(self, execution: Execution) -> None:
+    def resume(self, execution: Execution) -> None:
         """Resumes a suspended execution until it ends, after advancing the clocks."""
-        self.ahead += _SLEPT
-        self._subject.pass_time(_SLEPT)
+        self.clock_offset += _SUSPENSION
+        self._subject.pass_time(_SUSPENSION)
         for process in (execution, execution.driver):
             if process is not None:
                 path = self._path(process.name, "ahead")
-                path.with_suffix(".tmp").write_text(str(self.ahead))
+                path.with_suffix(".tmp").write_text(str(self.clock_offset))
                 path.with_suffix(".tmp").rename(path)
         os.kill(execution.pid, signal.SIGCONT)
-        self._await(execution)
+        self._wait_for(execution)
 
     def wait_for_drivers(self) -> bool:
         """Waits for Spark drivers that outlive their tasks; returns whether all have ended."""
-        return wait_for_drivers(self._drivers, PATIENCE)
+        return wait_for_drivers(self._drivers, TIMEOUT)
 
-    def _await(self, execution: Execution) -> None:
-        limit = time.monotonic() + PATIENCE
-        pause = 0.0005
+    def _wait_for(self, execution: Execution) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        delay = 0.0005
         while True:
             pid, status = os.waitpid(execution.pid, os.WUNTRACED | os.WNOHANG)
             if pid and os.WIFSTOPPED(status) and self._restarts_at(execution):
@@ -193,21 +195,21 @@ class Scheduler:
                 os.kill(execution.pid, signal.SIGCONT)
             elif pid:
                 break
-            if time.monotonic() > limit:
+            if time.monotonic() > deadline:
                 os.kill(execution.pid, signal.SIGKILL)
                 os.waitpid(execution.pid, 0)
-                execution.ended = EndState.HUNG
+                execution.end_state = EndState.HUNG
                 return
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.01)
+            time.sleep(delay)
+            delay = min(delay * 1.5, 0.01)
         if os.WIFSTOPPED(status):
-            execution.ended = EndState.ASLEEP
+            execution.end_state = EndState.SUSPENDED
         elif os.WIFSIGNALED(status):
-            execution.ended = EndState.DIED
+            execution.end_state = EndState.DIED
         else:
-            execution.ended = EndState.FAILED if os.WEXITSTATUS(status) else EndState.DONE
+            execution.end_state = EndState.FAILED if os.WEXITSTATUS(status) else EndState.DONE
         returned = self._read(execution)
-        if execution.ended is EndState.DONE:
+        if execution.end_state is EndState.DONE:
             execution.run.returned[execution.task] = returned
         if execution.driver is not None:
             self._read(execution.driver)
@@ -218,17 +220,17 @@ class Scheduler:
         if not path.exists():
             return None
         report = json.loads(path.read_text())
-        execution.struck = report["struck"]
-        _warm(report["modules"])
-        execution.seen = [
+        execution.injected = report["injected"]
+        _import_modules(report["modules"])
+        execution.points = [
             Point(execution.name, Call(*call), nth, Traits(*traits))
-            for call, nth, traits in report["seen"]
+            for call, nth, traits in report["points"]
         ]
         return report["returned"]
 
     def _restarts_at(self, execution: Execution) -> bool:
-        strike = self._strikes.get(execution.name)
-        return strike is not None and strike.fault is Fault.BROKER_RESTARTS
+        injection = self._injections.get(execution.name)
+        return injection is not None and injection.fault is Fault.BROKER_RESTARTS
 
     def _path(self, name: str, suffix: str = "json") -> Path:
         """Returns the path of an execution's report, or of its clock offset (``"ahead"``)."""
@@ -240,25 +242,25 @@ class Scheduler:
         """Executes a task, and exits this process."""
         status = 1
         try:
-            driver, arguments, ahead = None, None, self.ahead
+            driver, arguments, clock_offset = None, None, self.clock_offset
             if task == "spark":
                 driver = Driver(self._drivers)
                 if driver.pid == 0:
-                    arguments, ahead = driver.arguments()
+                    arguments, clock_offset = driver.arguments()
                     name, task = _driver_of(name), "driver"
-            enter(self._subject.work, self._subject.folder / "log.txt", name)
-            interceptor = Interceptor(name, self._strikes, ahead=ahead)
+            enter_case_folder(self._subject.work, self._subject.folder / "log.txt", name)
+            interceptor = Interceptor(name, self._injections, clock_offset=clock_offset)
             report = _make_reporter(str(self._path(name)), interceptor)
-            interceptor.on_strike = report
-            interceptor.on_wake = lambda: interceptor.pass_time(
-                self._ahead(name) - interceptor.ahead
+            interceptor.on_injection = report
+            interceptor.on_resume = lambda: interceptor.pass_time(
+                self._clock_offset(name) - interceptor.clock_offset
             )
-            _move_clock(interceptor)
-            number_ids(name, salt=self._subject.salt)
+            _replace_clock(interceptor)
+            use_deterministic_ids(name, salt=self._subject.salt)
             for boundary in self._subject.boundaries():
                 boundary.install(interceptor)
             if arguments is not None:
-                returned: Any = self._drive(arguments)
+                returned: Any = self._run_driver(arguments)
             else:
                 attempt = Attempt(
                     run_id=run.run_id,
@@ -282,15 +284,15 @@ class Scheduler:
             sys.stderr.flush()
             os._exit(status)
 
-    def _drive(self, arguments: list[str]) -> int:
+    def _run_driver(self, arguments: list[str]) -> int:
         """Runs the Spark driver, with the pipeline's overrides set on its class."""
         overrides = self._subject.overrides()
         pipeline = self._subject.pipeline(**overrides)
         for name in overrides:
             setattr(self._subject.pipeline, name, getattr(pipeline, name))
-        return be_driver(arguments)
+        return run_driver(arguments)
 
-    def _ahead(self, name: str) -> float:
+    def _clock_offset(self, name: str) -> float:
         """Returns the scheduler's clock offset; waits for its file, because another thread may
         have been stopped first.
         """
@@ -311,9 +313,9 @@ def _make_reporter(path: str, interceptor: Interceptor) -> Callable[..., None]:
     def report(returned: Any = None) -> None:
         content = {
             "returned": returned,
-            "struck": interceptor.struck,
+            "injected": interceptor.injected,
             "modules": [name for name in sys.modules if name not in known],
-            "seen": [(point.call, point.nth, point.traits) for point in interceptor.seen],
+            "points": [(point.call, point.nth, point.traits) for point in interceptor.points],
         }
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.write(handle, json.dumps(content).encode())
@@ -322,15 +324,15 @@ def _make_reporter(path: str, interceptor: Interceptor) -> Callable[..., None]:
     return report
 
 
-def _move_clock(interceptor: Interceptor) -> None:
+def _replace_clock(interceptor: Interceptor) -> None:
     """Replaces every clock of this process by the interceptor's; waits are skipped."""
     clock: Any = SystemClock
-    clock.now = lambda clock: datetime.now(UTC) + timedelta(seconds=interceptor.ahead)
+    clock.now = lambda clock: datetime.now(UTC) + timedelta(seconds=interceptor.clock_offset)
     clock.monotonic = staticmethod(lambda: time.monotonic() + interceptor.skipped)
     clock.sleep = lambda clock, seconds: interceptor.pass_time(seconds)
 
 
-def number_ids(execution: str, salt: str) -> None:
+def use_deterministic_ids(execution: str, salt: str) -> None:
     """Makes the random ids of this execution deterministic.
 
     :param salt: Makes them distinct from those of other cases at the same broker.
@@ -355,7 +357,7 @@ def _driver_of(name: str) -> str:
     return name.replace("/spark/", "/driver/")
 
 
-def _warm(modules: Iterable[str]) -> None:
+def _import_modules(modules: Iterable[str]) -> None:
     """Imports the modules of an execution, so that later forks already have them."""
     for name in modules:
         with suppress(Exception):

@@ -21,7 +21,7 @@ from typing import Any
 from uuid import UUID
 
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.testing.crashes.subject import enter
+from airflow_broadway.testing.crashes.subject import enter_case_folder
 
 #: Returns the rows of the sink as JSON values; called with the folder of the case.
 Sink = Callable[[Path], Iterable[Any]]
@@ -32,7 +32,7 @@ Prepare = Callable[[Path], object]
 _PLAIN = (bytes, date, datetime, time, timedelta, Decimal, PurePath, UUID)
 
 
-def rows_of(sink: Sink, folder: Path, log: Path, ids: Sequence[str]) -> Counter[str]:
+def count_rows(sink: Sink, folder: Path, log: Path, ids: Sequence[str]) -> Counter[str]:
     """Counts the rows of a sink, as JSON texts.
 
     Message ids differ between cases, so they are replaced by numbers: ``<message 1>``.
@@ -41,14 +41,14 @@ def rows_of(sink: Sink, folder: Path, log: Path, ids: Sequence[str]) -> Counter[
     """
 
     def read() -> list[str]:
-        return [json.dumps(row, sort_keys=True, default=_plain) for row in sink(folder)]
+        return [json.dumps(row, sort_keys=True, default=_to_json) for row in sink(folder)]
 
-    rows: list[str] = forked(read, folder, log, "the sink")
-    places = {key: f"<message {place}>" for place, key in enumerate(ids, 1)}
-    if not places:
+    rows: list[str] = call_in_fork(read, folder, log, "the sink")
+    numbers = {key: f"<message {number}>" for number, key in enumerate(ids, 1)}
+    if not numbers:
         return Counter(rows)
-    known = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, places))})(?!\w)")
-    return Counter(known.sub(lambda match: places[match[0]], row) for row in rows)
+    pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, numbers))})(?!\w)")
+    return Counter(pattern.sub(lambda match: numbers[match[0]], row) for row in rows)
 
 
 def prepare(function: Prepare, folder: Path, log: Path) -> None:
@@ -60,10 +60,10 @@ def prepare(function: Prepare, folder: Path, log: Path) -> None:
     def empty() -> None:
         function(folder)
 
-    forked(empty, folder, log, "the sink")
+    call_in_fork(empty, folder, log, "the sink")
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Converts a value that JSON does not support."""
     if isinstance(value, _PLAIN):
         return str(value)
@@ -78,7 +78,7 @@ class ForkError(BroadwayError):
     """The function failed, or its process died."""
 
 
-def forked(do: Callable[[], Any], folder: Path, log: Path, name: str) -> Any:
+def call_in_fork(do: Callable[[], Any], folder: Path, log: Path, name: str) -> Any:
     """Calls a function in a fork of this process; returns its JSON result.
 
     :param folder: The working folder of the fork.
@@ -107,7 +107,7 @@ def forked(do: Callable[[], Any], folder: Path, log: Path, name: str) -> Any:
 
 def _run_child(do: Callable[[], Any], folder: Path, log: Path, name: str, writes: int) -> None:
     try:
-        enter(folder, log, name)
+        enter_case_folder(folder, log, name)
         try:
             result = [do(), ""]
         except BaseException as error:  # never return into the campaign

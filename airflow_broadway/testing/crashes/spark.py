@@ -157,12 +157,12 @@ class Driver:
             text = pipe.read()
         if not text:
             os._exit(0)
-        arguments, ahead = json.loads(text)
-        return arguments, ahead
+        arguments, clock_offset = json.loads(text)
+        return arguments, clock_offset
 
-    def begin(self, arguments: list[str], ahead: float) -> None:
+    def begin(self, arguments: list[str], clock_offset: float) -> None:
         """Starts the driver, with its clock offset."""
-        os.write(self._write, json.dumps([arguments, ahead]).encode())
+        os.write(self._write, json.dumps([arguments, clock_offset]).encode())
         os.close(self._write)
 
     def end(self, interceptor: Interceptor) -> str:
@@ -175,7 +175,7 @@ class Driver:
             if not os.WIFSTOPPED(status):
                 break
             os.kill(os.getpid(), signal.SIGSTOP)
-            interceptor.on_wake()
+            interceptor.on_resume()
             os.kill(self.pid, signal.SIGCONT)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
@@ -183,7 +183,7 @@ class Driver:
         return f"exit code {code}" if code else ""
 
 
-def be_driver(arguments: list[str]) -> int:
+def run_driver(arguments: list[str]) -> int:
     """Runs the application of :mod:`airflow_broadway.spark.job`; returns its exit code."""
     from airflow_broadway.spark import application  # loads pyspark
 
@@ -280,7 +280,7 @@ def submit(
     arguments = job.arguments_of(run.spark_uri(), *work)
 
     def begin() -> None:
-        driver.begin(arguments, interceptor.ahead)
+        driver.begin(arguments, interceptor.clock_offset)
 
     def do() -> str:
         begin()

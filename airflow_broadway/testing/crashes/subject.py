@@ -26,7 +26,7 @@ FOLDER = "BROADWAY_CRASH_FOLDER"
 Check = Callable[["Subject", Sequence[str], Sequence[RecordedCall], Any], None]
 
 
-def enter(folder: Path, log: Path, name: str) -> None:
+def enter_case_folder(folder: Path, log: Path, name: str) -> None:
     """Makes the calling fork work in the folder of a case, and write its output to the log.
 
     :param name: Its name in the log.
@@ -40,7 +40,7 @@ def enter(folder: Path, log: Path, name: str) -> None:
     os.environ[FOLDER] = str(folder)
 
 
-class Letter(NamedTuple):
+class DeadLetter(NamedTuple):
     """A dead letter.
 
     :param message_id: The id of the dead-lettered message.
@@ -74,7 +74,7 @@ class Subject(ABC):
     lapses: ClassVar[bool] = True
     #: Whether a run is one task that stages nothing, as with BroadwayRunOperator.
     unstaged = False
-    #: Whether a run refuses to begin while another one is active.
+    #: Whether a run fails to start while another one is active.
     exclusive = False
     #: Further checks of a case: each adds violations to its account.
     checks: Sequence[Check] = ()
@@ -130,7 +130,7 @@ class Subject(ABC):
         """Returns the number of messages that are ready, delayed or leased."""
 
     @abstractmethod
-    def letters(self) -> list[Letter]:
+    def letters(self) -> list[DeadLetter]:
         """Returns the dead letters."""
 
     def restart(self) -> None:
@@ -148,7 +148,7 @@ class Subject(ABC):
         root = self.work / "staging"
         return [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
 
-    def left(self) -> list[str]:
+    def leftovers(self) -> list[str]:
         """Describes resources of finished runs that remain at the broker."""
         return []
 
@@ -200,13 +200,13 @@ class Embedded(Subject):
             depth = queue.depth()
             return depth.ready + depth.delayed + depth.leased
 
-    def letters(self) -> list[Letter]:
+    def letters(self) -> list[DeadLetter]:
         with self._queue() as queue:
             return [
-                Letter(letter.message_id, False, letter.reason, letter.body)
+                DeadLetter(letter.message_id, False, letter.reason, letter.body)
                 for letter in queue.dead_letters(limit=None)
             ]
 
-    def left(self) -> list[str]:
+    def leftovers(self) -> list[str]:
         with self._queue() as queue:
             return [f"an open lease of generation {row.lease.generation}" for row in queue.leases()]

@@ -128,20 +128,20 @@ def execute(
         return process.run().reference
     if attempt.task_id == "run":
         return UnstagedTask(*context, budget=budget).run().reference
-    if attempt.task_id in ("look", "ack"):
-        return _look(attempt, RunWatcher(run, pipeline, ports=ports), hold_failed)
+    if attempt.task_id in ("poke", "ack"):
+        return _poke(attempt, RunWatcher(run, pipeline, ports=ports), hold_failed)
     if attempt.driver is not None:
         planned = [reference for reference in attempt.returned_by("batch.") if reference]
         batches = SparkBatches(run, pipeline, planned, ports)
-        about = batches, run, pipeline, task, attempt.driver, attempt.interceptor
-        return run_batches(batches, lambda: submit(*about))
+        arguments = batches, run, pipeline, task, attempt.driver, attempt.interceptor
+        return run_batches(batches, lambda: submit(*arguments))
     return _batches(attempt, BatchTask(*context, batcher=attempt.task_id.removeprefix("batch.")))
 
 
-def _look(attempt: Attempt, watcher: RunWatcher, hold_failed: float) -> Any:
-    over = attempt.task_id == "ack"
+def _poke(attempt: Attempt, watcher: RunWatcher, hold_failed: float) -> Any:
+    is_last = attempt.task_id == "ack"
     try:
-        return watcher.look(over=over, failed=attempt.failed, hold_failed=hold_failed)
+        return watcher.look(over=is_last, failed=attempt.failed, hold_failed=hold_failed)
     finally:
         watcher.close()
 

@@ -28,11 +28,11 @@ from airflow_broadway.core.errors import BroadwayError, OptionsError
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import class_path, import_class, make_ref
 from airflow_broadway.testing.crashes.boundaries import Sockets
-from airflow_broadway.testing.crashes.campaign import Campaign, Family, Sums, UnsoundPipeline
+from airflow_broadway.testing.crashes.campaign import Campaign, Family, Totals, UnsoundPipeline
 from airflow_broadway.testing.crashes.case import Case, Result
 from airflow_broadway.testing.crashes.interceptor import Boundary
 from airflow_broadway.testing.crashes.report import report
-from airflow_broadway.testing.crashes.sink import Prepare, Sink, prepare, rows_of
+from airflow_broadway.testing.crashes.sink import Prepare, Sink, count_rows, prepare
 from airflow_broadway.testing.crashes.spark import uses_spark, warm_spark
 from airflow_broadway.testing.crashes.subject import Embedded
 
@@ -73,7 +73,7 @@ class UserSubject(Embedded):
     def rows(self, ids: Sequence[str]) -> Counter[str] | None:
         if self._sink is None:
             return None
-        return rows_of(self._sink, self.work, self.folder / "log.txt", ids)
+        return count_rows(self._sink, self.work, self.folder / "log.txt", ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +123,8 @@ class CrashTest:
         *,
         on_cases: Callable[[int], None] = lambda count: None,
         on_result: Callable[[Result], None] = lambda result: None,
-    ) -> Sums:
-        """Runs the cases; returns the sums.
+    ) -> Totals:
+        """Runs the cases; returns their totals.
 
         :param on_cases: Called once, with the number of cases.
         :raises UnsoundPipeline: If the pipeline does not balance without faults.
@@ -138,7 +138,7 @@ class CrashTest:
             with warm_spark() if uses_spark(self.pipeline) else nullcontext():
                 cases = self._cases(campaign)
                 on_cases(len(cases))
-                return campaign.strike(cases, jobs=self.jobs, on_result=on_result)
+                return campaign.run_cases(cases, jobs=self.jobs, on_result=on_result)
         finally:
             if not self.keep:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -146,10 +146,14 @@ class CrashTest:
     def _cases(self, campaign: Campaign) -> list[Case]:
         if not self.only:
             return campaign.cases(
-                self.families, share=self.share, pairs=self.pairs, seed=self.seed, own=True
+                self.families,
+                share=self.share,
+                pairs=self.pairs,
+                seed=self.seed,
+                all_callbacks=True,
             )
         try:
-            return [campaign.named(text) for text in self.only]
+            return [campaign.parse_case(text) for text in self.only]
         except ValueError as error:
             raise CrashTestError(str(error)) from None
 
@@ -218,7 +222,7 @@ def crash_test(
     prepare: Callable[..., Any] | str | None = None,
     share: float = 0.0,
     **options: Any,
-) -> Sums:
+) -> Totals:
     """Runs a :class:`CrashTest` in another process, which imports the pipeline and its functions.
 
     :param messages: The bodies.
@@ -241,13 +245,13 @@ def crash_test(
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as process:
         try:
-            sums = process.submit(_run, kwargs).result()
+            totals = process.submit(_run, kwargs).result()
         except BrokenProcessPool as error:
             raise CrashTestError(f"the process of the crash test died: {error}") from None
-    if not sums.good:
-        lines = report(sums, lambda case: f"broadway_crash_test(..., only=[{str(case)!r}])")
+    if not totals.passed:
+        lines = report(totals, lambda case: f"broadway_crash_test(..., only=[{str(case)!r}])")
         raise AssertionError("\n".join(["the crash test failed", *lines]))
-    return sums
+    return totals
 
 
 def _name(function: Callable[..., Any] | str | None) -> str | None:
@@ -261,7 +265,7 @@ def _name(function: Callable[..., Any] | str | None) -> str | None:
     return name
 
 
-def _run(kwargs: dict[str, Any]) -> Sums:
+def _run(kwargs: dict[str, Any]) -> Totals:
     for name in ("sink", "prepare"):
         if kwargs[name]:
             kwargs[name] = function_of(kwargs[name])

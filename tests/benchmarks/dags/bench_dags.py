@@ -1,4 +1,4 @@
-"""The DAGs of ``make bench`` for Airflow: the demo's pipeline, and bare ones to compare it with."""
+"""The DAGs of ``make bench``: the demo's pipeline, and bare DAGs for comparison."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ with DAG("bench_flights", schedule=None, params=Flights.params()) as dag:
 
 
 def bare(dag_id: str, *, spark: bool) -> DAG:
-    """As many tasks as the pipeline has, that do nothing: and one trivial Spark application."""
+    """Creates a DAG with as many tasks as the pipeline, which do nothing, and a small Spark job."""
     with DAG(dag_id, schedule=None) as made:
         process = [PythonOperator(task_id=f"process_{n}", python_callable=nothing) for n in (0, 1)]
         batch = [PythonOperator(task_id=f"batch_{n}", python_callable=nothing) for n in (0, 1)]

@@ -9,17 +9,17 @@ from typing import Any
 
 from airflow.sdk import DAG
 
-from tests.benchmarks.pipelines import SPARK, OnRabbitMQ
+from tests.benchmarks.pipelines import SPARK, RabbitMQPipeline
 
 CONNECT = os.environ.get("BENCH_CONNECT", "sc://127.0.0.1:15002")
 ENGINES: dict[str, dict[str, Any]] = {"1": {"conf": SPARK}, "2": {"conf": SPARK}}
 ENGINES["connect"] = {"remote": CONNECT}
 
 for name, spark in ENGINES.items():
-    with DAG(f"bench_rabbitmq_{name}", schedule=None, params=OnRabbitMQ.params()) as dag:
+    with DAG(f"bench_rabbitmq_{name}", schedule=None, params=RabbitMQPipeline.params()) as dag:
         concurrency = 2 if name == "2" else 1
         producer = {"uri": None, "conn_id": "bench_rabbitmq", "concurrency": concurrency}
-        OnRabbitMQ(producer=producer).task_group(
+        RabbitMQPipeline(producer=producer).task_group(
             spark=spark, ack={"mode": "poke", "poke_interval": 1.0}
         )
     globals()[dag.dag_id] = dag

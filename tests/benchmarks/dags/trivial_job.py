@@ -1,4 +1,4 @@
-"""A Spark application that does next to nothing."""
+"""A trivial Spark application."""
 
 from pyspark.sql import SparkSession
 

@@ -1,4 +1,4 @@
-"""A pipeline whose batches run on a Spark Connect server, which imports this module alone."""
+"""A pipeline with batches on a Spark Connect server, which imports only this module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from airflow_broadway.producers import SqliteProducer
 from airflow_broadway.sinks import ParquetFolder
 
 
-class Connected(Broadway):
-    """A row is its message, and the time at which its callback was called."""
+class ConnectPipeline(Broadway):
+    """Writes rows with the message and the time of the callback."""
 
     producer = SqliteProducer(queue="connect_sqlite_parquet", conn_id="warm_sqlite")
     processors = Processors(concurrency=1, max_demand=500)

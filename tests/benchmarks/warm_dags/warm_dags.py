@@ -1,7 +1,7 @@
-"""The DAGs of ``make bench ARGS="--only warm"``: events of a backlog start each of them.
+"""The DAGs of ``make bench ARGS="--only warm"``, which are started by backlog events.
 
-``<shape>_<queue>_<table>``: ``run`` is one task, ``staged`` is process, batch and ack, ``connect``
-runs its batch on a Spark Connect server; ``bare`` does nothing.
+``<shape>_<queue>_<table>``: ``run`` is one task; ``staged`` has the tasks process, batch and ack;
+``connect`` runs its batch on a Spark Connect server; ``bare`` is trivial.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import DAG
-from warm_connect import Connected  # type: ignore[import-not-found]
+from warm_connect import ConnectPipeline  # type: ignore[import-not-found]
 
 from airflow_broadway import Batcher, Broadway, Message, Processors, backlog
 from airflow_broadway.producers import RabbitMQProducer, SqliteProducer
@@ -23,21 +23,22 @@ from airflow_broadway.sinks import DeltaTable, ParquetFolder
 
 PRODUCERS: dict[str, Any] = {"sqlite": SqliteProducer, "rabbitmq": RabbitMQProducer}
 SINKS: dict[str, Any] = {"parquet": ParquetFolder, "delta": DeltaTable}
-#: Bounds of a process task under a load that never ends, and the seconds between two checks.
+#: Budget of a process task under a constant load, and seconds between two backlog checks.
 SECONDS = {"run": 20.0, "staged": 2.0}
 POLL = 0.5
 
 
-def note_process(context: Any) -> None:
-    """Notes the modules and the processor seconds of a task's process, which has succeeded."""
+def record_process(context: Any) -> None:
+    """Records the loaded modules and the CPU seconds of a successful task's process."""
+
     ti = context["ti"]
     cost = [ti.dag_id, ti.task_id, len(sys.modules), time.process_time()]
     with open(f"{os.environ['WARM_TABLES']}/processes", "a") as file:
         file.write(json.dumps(cost) + "\n")
 
 
-class Warm(Broadway):
-    """A row is its message, and the time at which its callback was called."""
+class WarmPipeline(Broadway):
+    """Writes rows with the message and the time of the callback."""
 
     processors = Processors(concurrency=1, max_demand=500)
 
@@ -56,11 +57,11 @@ def pipeline(name: str, queue: str, table: str) -> Any:
     )
     producer = PRODUCERS[queue](queue=name, conn_id=f"warm_{queue}")
     fields = {"producer": producer, "batchers": {"default": batcher}, "__module__": __name__}
-    globals()[name] = made = type(name, (Warm,), fields)
+    globals()[name] = made = type(name, (WarmPipeline,), fields)
     return made()
 
 
-ARGS: dict[str, Any] = {"default_args": {"on_success_callback": note_process}}
+ARGS: dict[str, Any] = {"default_args": {"on_success_callback": record_process}}
 
 for shape, queue, table in product(SECONDS, PRODUCERS, SINKS):
     name = f"{shape}_{queue}_{table}"
@@ -70,7 +71,7 @@ for shape, queue, table in product(SECONDS, PRODUCERS, SINKS):
     bounds: Any = {"process" if shape == "staged" else "run": budget}
     globals()[f"{name}_dag"] = warm.dag(name, schedule=schedule, **bounds, **ARGS)
 
-connected = Connected().dag(
+connected = ConnectPipeline().dag(
     "connect_sqlite_parquet",
     schedule=backlog(min_messages=1, poke_interval=POLL),
     process={"idle_seconds": 0.2, "max_seconds": 2.0},

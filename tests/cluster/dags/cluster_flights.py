@@ -1,4 +1,4 @@
-"""The flights of the demo on several hosts: to a bucket, and to a table by Spark."""
+"""The DAGs of the cluster: flights to a bucket, and to a table by Spark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flights, batched by airport; each batch is one object in the bucket, or one commit to a table."""
+"""Pipelines of flights, batched by airport; a batch is an object in the bucket, or a commit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.sinks import PostgresTable
 
-#: Seconds; shorter than one host's clock may be ahead.
+#: Lease in seconds; shorter than the clock skew of one host.
 LEASE = 240.0
 
 
@@ -20,7 +20,7 @@ class ClusterFlights(Broadway):
     producer: Any = RabbitMQProducer(
         queue="flights", conn_id="cluster_rabbitmq", concurrency=2, lease=LEASE
     )
-    # At most 500 messages a second and task: a run lasts long enough to be disturbed.
+    # At most 500 messages per second and task, so that a run lasts until the fault.
     processors = Processors(max_demand=100)
     batchers = {"default": Batcher(engine="python", batch_size=5_000)}
 
@@ -81,7 +81,7 @@ class SparkFlights(ClusterFlights):
 
         @functions.udf("int")
         def slowly(number: int) -> int:
-            """Lets an executor be at work long enough to be killed."""
+            """Slows an executor down, so that the fault hits it."""
             time.sleep(0.003)
             return number
 

@@ -1,4 +1,4 @@
-"""The Airflow DAGs of the fault runs: one for each broker, ``killed_<broker>``."""
+"""The Airflow DAGs of the fault runs: ``killed_<broker>`` for each broker."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ for broker, pipeline in PIPELINES.items():
         params={**pipeline.params(), "handled": Param("", type="string")},
     ):
         pipeline(context={"handled": "{{ params.handled }}"}).task_group(
-            # A killed task is tried again at once, as often as it takes.
+            # A killed task is retried after a second, as often as necessary.
             default_args={"retries": 60, "retry_delay": timedelta(seconds=1)},
-            # The last runs have but the messages that fail each time.
+            # The last runs only have messages that fail every time.
             ack={"fail_when": "never"},
             spark={
                 "conf": {

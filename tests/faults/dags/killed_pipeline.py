@@ -1,8 +1,7 @@
-"""The pipeline of the fault runs: what becomes of a message is a function of its number.
+"""The pipeline of the fault runs: a message's number determines its final state.
 
-So what the end must be is known before anything is killed.  Every input of ``handle_batch`` is
-written down, on disk, before anything is done with it: that is the evidence against which the
-queue's own tables are held, whatever our reports say.
+``handle_batch`` records every input on disk before it handles it.  The tests compare this record
+with the queue's contents, independently of the package's reports.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from airflow_broadway.producers.rabbitmq import RabbitMQProducer
 from airflow_broadway.producers.sqlite import SqliteProducer
 from airflow_broadway.producers.sqs import SqsProducer
 
-#: Recorded failures after which a message is a dead letter.
+#: Recorded failures after which a message is dead-lettered.
 MAX_ATTEMPTS = 3
 
 _TABLE = """CREATE TABLE IF NOT EXISTS handled (
@@ -29,8 +28,8 @@ _TABLE = """CREATE TABLE IF NOT EXISTS handled (
 )"""
 
 
-class Handled(NamedTuple):
-    """One message of one call of ``handle_batch``."""
+class BatchInput(NamedTuple):
+    """A message that ``handle_batch`` received."""
 
     message_id: str
     number: int
@@ -40,13 +39,13 @@ class Handled(NamedTuple):
     batch_id: str
 
     @classmethod
-    def of(cls, message: Message, number: int, info: BatchInfo) -> Handled:
+    def from_message(cls, message: Message, number: int, info: BatchInfo) -> BatchInput:
         marks = message.attempt, message.redelivered
         return cls(message.message_id, number, *marks, info.batcher, info.batch_id)
 
 
-def refused(number: int) -> bool:
-    """Whether ``handle_message`` makes it a dead letter at first sight."""
+def is_rejected(number: int) -> bool:
+    """Returns whether ``handle_message`` dead-letters it at its first attempt."""
     return number % 20 == 1
 
 
@@ -55,18 +54,18 @@ def fails_in_process(number: int, attempt: int) -> bool:
 
 
 def fails_in_batch(number: int, attempt: int) -> bool:
-    """Of both batchers' messages some fail once, and some always."""
+    """Returns whether ``handle_batch`` fails it: some messages fail once, some always."""
     return number % 20 in (3, 4) or (number % 20 in (5, 6) and attempt == 1)
 
 
-def dies(number: int) -> bool:
-    """Whether it ends as a dead letter; all others are acknowledged in the end."""
-    return refused(number) or fails_in_batch(number, MAX_ATTEMPTS)
+def becomes_dead_letter(number: int) -> bool:
+    """Returns whether it is dead-lettered in the end; otherwise it is acknowledged."""
+    return is_rejected(number) or fails_in_batch(number, MAX_ATTEMPTS)
 
 
 def attempts(number: int) -> int:
-    """The attempt that is its last, if recorded failures alone use attempts up."""
-    if refused(number):
+    """Returns its last attempt, provided that only recorded failures use up attempts."""
+    if is_rejected(number):
         return 1
     attempt = 1
     while attempt < MAX_ATTEMPTS and (
@@ -76,8 +75,8 @@ def attempts(number: int) -> int:
     return attempt
 
 
-def note(path: str, calls: Iterable[Handled]) -> None:
-    """Writes inputs down; they are on disk when this returns."""
+def record_inputs(path: str, calls: Iterable[BatchInput]) -> None:
+    """Records inputs; they are on disk when this returns."""
     with closing(sqlite3.connect(path, timeout=60.0)) as db, db:
         db.execute("PRAGMA synchronous=FULL")
         db.execute(_TABLE)
@@ -88,15 +87,15 @@ def note(path: str, calls: Iterable[Handled]) -> None:
         )
 
 
-def noted(path: str) -> list[Handled]:
-    """All inputs there have been, in the order in which they were written down."""
+def read_inputs(path: str) -> list[BatchInput]:
+    """Reads all recorded inputs, oldest first."""
     with closing(sqlite3.connect(path, timeout=60.0)) as db:
         db.execute(_TABLE)
         rows = db.execute(
             "SELECT message_id, number, attempt, redelivered, batcher, batch_id FROM handled"
             " ORDER BY call"
         )
-        return [Handled(*row)._replace(redelivered=bool(row[3])) for row in rows]
+        return [BatchInput(*row)._replace(redelivered=bool(row[3])) for row in rows]
 
 
 class Killed(Broadway):
@@ -115,12 +114,12 @@ class Killed(Broadway):
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         number = int(message.data)
-        # Slow enough to be killed at it.
+        # Slow enough for a kill to hit it.
         time.sleep(0.001)
-        if refused(number):
-            return message.configure_ack(on_failure="dead_letter").failed("refused by its number")
+        if is_rejected(number):
+            return message.configure_ack(on_failure="dead_letter").failed("rejected by its number")
         if fails_in_process(number, message.attempt):
-            raise ValueError("not at first")
+            raise ValueError("fails at the first attempt")
         return message.put_data({"number": number}).put_batcher("odd" if number % 2 else "even")
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
@@ -130,18 +129,23 @@ class Killed(Broadway):
 
         columns = ("message_id", "data.number", "attempt", "redelivered")
         calls = [
-            Handled(*row, batch_info.batcher, batch_info.batch_id)  # type: ignore[call-arg]
+            BatchInput(*row, batch_info.batcher, batch_info.batch_id)  # type: ignore[call-arg]
             for row in messages.select(*columns).collect()
         ]
-        note(context["handled"], calls)
+        record_inputs(context["handled"], calls)
         time.sleep(0.5)
-        bad = [call.message_id for call in calls if fails_in_batch(call.number, call.attempt)]
-        return failed(bad, reason="failed by its number") if bad else None
+        failed_ids = [
+            call.message_id for call in calls if fails_in_batch(call.number, call.attempt)
+        ]
+        return failed(failed_ids, reason="failed by its number") if failed_ids else None
 
     @staticmethod
     def _handle_list(messages: list[Message], batch_info: BatchInfo, context: Any) -> list[Message]:
-        calls = [Handled.of(message, message.data["number"], batch_info) for message in messages]
-        note(context["handled"], calls)
+        calls = [
+            BatchInput.from_message(message, message.data["number"], batch_info)
+            for message in messages
+        ]
+        record_inputs(context["handled"], calls)
         time.sleep(0.3)
         return [
             message.failed("failed by its number")
@@ -152,7 +156,7 @@ class Killed(Broadway):
 
 
 class KilledRabbitMQ(Killed):
-    """The same from RabbitMQ, whose leases are not renewed: they outlast what is killed here."""
+    """Reads RabbitMQ; leases are not renewed there, so they outlast the kills."""
 
     producer = RabbitMQProducer(
         queue="killed",
@@ -165,7 +169,7 @@ class KilledRabbitMQ(Killed):
 
 
 class KilledSqs(Killed):
-    """The same from SQS; messages whose receipt was never recorded are visible after a minute."""
+    """Reads SQS; a message whose receipt was not recorded is visible again after a minute."""
 
     producer = SqsProducer(
         queue_name="killed",
@@ -180,7 +184,7 @@ class KilledSqs(Killed):
 
 
 class KilledKafka(Killed):
-    """The same from Kafka, where a message that fails holds up no other."""
+    """Reads Kafka without order, so that a failed message does not block others."""
 
     producer = KafkaProducer(
         group_id="killed",
@@ -195,7 +199,7 @@ class KilledKafka(Killed):
 
 
 class KilledPubSub(Killed):
-    """The same from Pub/Sub; messages whose ack id was never recorded return after a minute."""
+    """Reads Pub/Sub; a message whose ack id was not recorded is redelivered after a minute."""
 
     producer = PubSubProducer(
         subscription="killed",

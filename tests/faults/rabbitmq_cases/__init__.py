@@ -1,21 +1,26 @@
-"""RabbitMQ under broker crashes, and with queues that vanish or reject.
+"""RabbitMQ's custody under broker crashes, deleted queues and rejected publishes.
 
-Generations are opened and settled by hand, with a fault between two calls.  ``make faults`` runs
-all cases, the tests the fast ones; ``tests/living`` kills runs and breaks their network.
+The cases call receive and settle directly, with a fault between two calls.  ``make faults`` runs
+all cases, the tests run the fast ones.  ``tests/traffic`` kills runs and breaks their network.
 """
 
 from __future__ import annotations
 
-from tests.faults.rabbitmq_cases import broker, lapsing, others, queues
-from tests.faults.rabbitmq_cases.place import Place
+from tests.faults.rabbitmq_cases import (
+    broker_restarts,
+    interrupted_settlement,
+    lease_expiry,
+    queues,
+)
+from tests.faults.rabbitmq_cases.harness import QueueHarness
 from tests.faults.rabbitmq_cases.registry import CASES, RabbitCase
 
 __all__ = [
     "CASES",
-    "Place",
+    "QueueHarness",
     "RabbitCase",
-    "broker",
-    "lapsing",
-    "others",
+    "broker_restarts",
+    "interrupted_settlement",
+    "lease_expiry",
     "queues",
 ]

@@ -1,4 +1,4 @@
-"""Queues that vanish or refuse: the holding queue, the source."""
+"""Deleted, full and expiring queues: the holding queue, and the source queue."""
 
 from __future__ import annotations
 
@@ -12,162 +12,164 @@ from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.producers.rabbitmq.broker.holding_queues import KEEPING
-from tests.faults.found import Found
-from tests.faults.rabbitmq_cases.place import Place
+from tests.faults.case_result import CaseResult
+from tests.faults.rabbitmq_cases.harness import QueueHarness
 from tests.faults.rabbitmq_cases.registry import case
 
-_AGAIN = Verdict(Action.RETRY, 0.0, "once more", "process")
+_RETRY = Verdict(Action.RETRY, 0.0, "retry", "process")
 
 
 # -- the holding queue -----------------------------------------------------------------------------
 
 
 @case(slow=False)
-def the_holding_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
-    place.fill(4_000)
-    source = place.source("g1")
+def the_holding_queue_is_deleted_in_transfer(harness: QueueHarness, name: str) -> CaseResult:
+    harness.fill(4_000)
+    source = harness.source("g1")
     try:
-        first = place.take(source, 1_000)
-        place.delete(place.holding_queue("g1"))
+        first = harness.receive_all(source, 1_000)
+        harness.delete(harness.holding_queue("g1"))
         with pytest.raises(LeaseLapsed, match="accepts no more messages"):
-            place.take(source)
+            harness.receive_all(source)
         lease = source.lease
     finally:
         source.close()
 
-    # It was deleted with what it held, by an operator and before anything was published: that is
-    # lost, counted and reported.  All else is still the source's.
-    report = place.settle(lease, Settlement(rest=RELEASE))
+    # An operator deleted the queue before the manifest was published: its messages are lost and
+    # reported.  All others are still in the source queue.
+    report = harness.settle(lease, Settlement(rest=RELEASE))
     assert report.lapsed == lease.state["messages"], (report, lease.state)
     assert "emptied or deleted by hand" in report.errors[0]
     taken = {int(message.data) for message in first}
-    kept = set(place.rest())
+    kept = set(harness.drain())
     assert kept >= set(range(4_000)) - taken
     assert 4_000 - len(kept) <= report.lapsed
 
-    result = place.found(name, 4_000)
-    value = result.lost[: report.lapsed]
+    result = harness.result(name, 4_000)
+    deleted = result.lost[: report.lapsed]
     result.lost = result.lost[report.lapsed :]
-    result.told_lost = len(value)
+    result.reported_lost = len(deleted)
     return result
 
 
 @case()
-def the_holding_queue_is_deleted_after_the_manifest(place: Place, name: str) -> Found:
-    place.fill(900)
-    lease, messages = place.hold("g1")
-    place.delete(place.holding_queue("g1"))
+def the_holding_queue_is_deleted_after_the_manifest(harness: QueueHarness, name: str) -> CaseResult:
+    harness.fill(900)
+    lease, messages = harness.receive_run("g1")
+    harness.delete(harness.holding_queue("g1"))
 
     released = dict.fromkeys((message.message_id for message in messages[:100]), RELEASE)
-    report = place.settle_all(lease, messages, released)
+    report = harness.settle_all(lease, messages, released)
 
     assert (report.acked, report.released, report.lapsed) == (800, 100, 0), report
-    assert place.rest() == list(range(100))
-    return place.found(name, 900)
+    assert harness.drain() == list(range(100))
+    return harness.result(name, 900)
 
 
 @case()
-def the_holding_queue_refuses(place: Place, name: str) -> Found:
-    place.fill(4_000)
+def the_holding_queue_refuses(harness: QueueHarness, name: str) -> CaseResult:
+    harness.fill(4_000)
     handed = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KEEPING, "x-max-length", 3)
-        source = place.source("g1")
+        source = harness.source("g1")
         with pytest.raises(BroadwayError, match="accepts no more messages"):  # noqa: PT012
             while True:
-                handed += len(place.receive(source))
+                handed += len(harness.receive(source))
         lease = source.lease
         source.close()
         assert handed < 4_000
-        place.settle(lease, Settlement(rest=RELEASE))
-    for queue in (place.queues.held(0), place.queues.dead):
-        place.delete(queue)  # declared with that bound, and empty
+        harness.settle(lease, Settlement(rest=RELEASE))
+    for queue in (harness.queues.held(0), harness.queues.dead):
+        harness.delete(queue)  # was declared with the short limit
 
-    assert place.rest() == list(range(4_000))
-    return place.found(name, 4_000)
+    assert harness.drain() == list(range(4_000))
+    return harness.result(name, 4_000)
 
 
 @case()
-def the_holding_queue_is_deleted_after_a_death(place: Place, name: str) -> Found:
-    """An operator deletes it once it is empty: the next run declares it again."""
-    place.producer = place.producer_of(lease=3.0)
-    place.fill(1_000)
-    place.hold("g1")
+def the_holding_queue_is_deleted_after_a_death(harness: QueueHarness, name: str) -> CaseResult:
+    """An operator deletes the empty queue; the next run declares it again."""
+    harness.producer = harness.make_producer(lease=3.0)
+    harness.fill(1_000)
+    harness.receive_run("g1")
     time.sleep(3.0)
-    place.producer = place.producer_of(lease=30.0)
-    source = place.source("sweeps")
+    harness.producer = harness.make_producer(lease=30.0)
+    source = harness.source("sweeps")
     source.close()
-    place.delete(place.queues.held(0))
+    harness.delete(harness.queues.held(0))
 
-    assert place.rest() == list(range(1_000))
-    return place.found(name, 1_000)
+    assert harness.drain() == list(range(1_000))
+    return harness.result(name, 1_000)
 
 
 # -- the source queue ------------------------------------------------------------------------------
 
 
 @case()
-def the_source_queue_is_deleted_in_transfer(place: Place, name: str) -> Found:
-    place.fill(3_000)
-    source = place.source("g1")
+def the_source_queue_is_deleted_in_transfer(harness: QueueHarness, name: str) -> CaseResult:
+    harness.fill(3_000)
+    source = harness.source("g1")
     messages: list[Message] = []
     try:
-        messages += place.take(source, 1_000)
-        place.delete(place.queue)
-        with pytest.raises(ProducerError, match=place.queue):  # noqa: PT012
+        messages += harness.receive_all(source, 1_000)
+        harness.delete(harness.queue)
+        with pytest.raises(ProducerError, match=harness.queue):  # noqa: PT012
             for _ in range(100):
-                messages += place.receive(source)
+                messages += harness.receive(source)
         lease = source.lease
     finally:
         source.close()
 
-    # What was secured is held still; the rest went with the queue, which was the operator's.
-    report = place.settle_all(lease, messages)
+    # Secured messages are still in the holding queue; the operator deleted the others.
+    report = harness.settle_all(lease, messages)
     assert report.acked == len(messages), report
-    result = place.found(name, 3_000)
+    result = harness.result(name, 3_000)
     assert len(result.lost) == 3_000 - len(messages)
-    result.told_lost, result.lost = len(result.lost), []
+    result.reported_lost, result.lost = len(result.lost), []
     return result
 
 
 @case()
-def the_source_queue_is_full_when_messages_go_back(place: Place, name: str) -> Found:
-    place.fill(20, kind="quorum", **{"x-max-length": 20, "x-overflow": "reject-publish"})
-    lease, messages = place.hold("g1")
-    _fill_up(place)
-    verdicts = dict.fromkeys((message.message_id for message in messages[:5]), _AGAIN)
+def the_source_queue_is_full_when_messages_go_back(harness: QueueHarness, name: str) -> CaseResult:
+    harness.fill(20, kind="quorum", **{"x-max-length": 20, "x-overflow": "reject-publish"})
+    lease, messages = harness.receive_run("g1")
+    _fill_up(harness)
+    verdicts = dict.fromkeys((message.message_id for message in messages[:5]), _RETRY)
 
-    report = place.settle_all(lease, messages, verdicts)
+    report = harness.settle_all(lease, messages, verdicts)
 
-    # What the queue refuses stays in the holding queue: failed to settle, not lost.
+    # Messages that the queue rejects stay in the holding queue: not settled, not lost.
     assert (report.acked, report.requeued + report.failed) == (15, 5), report
     assert report.failed > 0
-    back = place.rest()
-    assert [number for number in back if number < 20] == sorted(
+    requeued = harness.drain()
+    assert [number for number in requeued if number < 20] == sorted(
         int(message.data) for message in messages[:5]
     )
-    return place.found(name, 20)
+    return harness.result(name, 20)
 
 
-def _fill_up(place: Place) -> None:
-    with place.channel() as channel:
+def _fill_up(harness: QueueHarness) -> None:
+    with harness.channel() as channel:
         for number in range(25):  # rejected messages do not count
-            channel.basic_publish("", place.queue, b"%d" % (1_000 + number))
+            channel.basic_publish("", harness.queue, b"%d" % (1_000 + number))
 
 
 @case()
-def the_source_queue_has_a_ttl_and_a_dead_letter_cycle(place: Place, name: str) -> Found:
-    """Messages have gone round: rejected to a parking queue, whose TTL sends them back."""
+def the_source_queue_has_a_ttl_and_a_dead_letter_cycle(
+    harness: QueueHarness, name: str
+) -> CaseResult:
+    """Messages have passed a dead-letter cycle: a parking queue whose TTL returns them."""
     count, ttl = 600, 6.0
-    parked = f"{place.queue}-parked"
-    with place.channel() as channel:
+    parked = f"{harness.queue}-parked"
+    with harness.channel() as channel:
         channel.queue_declare(
             parked,
             durable=True,
             arguments={
                 "x-message-ttl": 300,
                 "x-dead-letter-exchange": "",
-                "x-dead-letter-routing-key": place.queue,
+                "x-dead-letter-routing-key": harness.queue,
             },
         )
     cycle: dict[str, Any] = {
@@ -175,29 +177,29 @@ def the_source_queue_has_a_ttl_and_a_dead_letter_cycle(place: Place, name: str) 
         "x-dead-letter-exchange": "",
         "x-dead-letter-routing-key": parked,
     }
-    place.fill(count, **cycle)
-    with place.channel() as channel:
-        for number, (method, _, _) in enumerate(channel.consume(place.queue), 1):
+    harness.fill(count, **cycle)
+    with harness.channel() as channel:
+        for number, (method, _, _) in enumerate(channel.consume(harness.queue), 1):
             channel.basic_reject(method.delivery_tag, requeue=False)
             if number == count:
                 break
-    while place.count(place.queue) < count:
+    while harness.count(harness.queue) < count:
         time.sleep(0.1)
 
-    # The lease outlasts the queue's TTL; what goes back gets a TTL of its own, and no history of
-    # deaths for which the broker would drop it.
-    lease, messages = place.hold("g1")
+    # The lease outlasts the queue's TTL.  A requeued message gets a new TTL, and no x-death header
+    # for which the broker would drop it.
+    lease, messages = harness.receive_run("g1")
     time.sleep(ttl + 1.0)
-    later = Verdict(Action.RETRY, 1.0, "in a moment", "process")
-    kinds = (_AGAIN, later, RELEASE)
+    later = Verdict(Action.RETRY, 1.0, "retry later", "process")
+    kinds = (_RETRY, later, RELEASE)
     verdicts = {m.message_id: kinds[int(m.data) % 3] for m in messages if int(m.data) % 4}
-    report = place.settle_all(lease, messages, verdicts)
+    report = harness.settle_all(lease, messages, verdicts)
     assert report.failed == report.lapsed == 0, report
-    back: list[int] = place.rest()
+    requeued: list[int] = harness.drain()
     end = time.monotonic() + 20
-    while len(back) < len(verdicts) and time.monotonic() < end:
-        back += place.rest()
+    while len(requeued) < len(verdicts) and time.monotonic() < end:
+        requeued += harness.drain()
 
-    assert sorted(back) == [number for number in range(count) if number % 4]
-    assert place.count(parked) == 0
-    return place.found(name, count)
+    assert sorted(requeued) == [number for number in range(count) if number % 4]
+    assert harness.count(parked) == 0
+    return harness.result(name, count)

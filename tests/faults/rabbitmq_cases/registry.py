@@ -1,43 +1,45 @@
-"""How a case is declared: a function that does its harm, and returns what it found."""
+"""The registry of the custody cases: functions that inject a fault and return a result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.faults.found import Found
-from tests.faults.rabbitmq_cases.place import Place
+from tests.faults.case_result import CaseResult
+from tests.faults.rabbitmq_cases.harness import QueueHarness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RabbitCase:
-    """One case.
+    """A registered case.
 
-    :param name: What happens; ``rabbitmq.<name>`` in ``build/faults.json``.
-    :param run: Does it; raises ``AssertionError`` for what must not be and is no count.
+    :param name: The function's name; ``rabbitmq.<name>`` in ``build/faults.json``.
+    :param run: The function; raises ``AssertionError`` for violations that are not counted.
     :param slow: Whether it takes more than a few seconds.
-    :param mortal: Whether it kills its server.
+    :param kills_server: Whether it kills its server.
     """
 
     name: str
-    run: Callable[[Place], Found]
+    run: Callable[[QueueHarness], CaseResult]
     slow: bool
-    mortal: bool
+    kills_server: bool
 
 
-#: All of them, in the order in which they are declared.
+#: All cases, in the order of their definitions.
 CASES: list[RabbitCase] = []
 
 
 def case(
-    *, slow: bool = True, mortal: bool = False
-) -> Callable[[Callable[[Place, str], Found]], None]:
-    """Declares a case: its name is the function's, which it gets back as its second argument."""
+    *, slow: bool = True, kills_server: bool = False
+) -> Callable[[Callable[[QueueHarness, str], CaseResult]], None]:
+    """Registers a case under the function's name, which is also its second argument."""
 
-    def declare(function: Callable[[Place, str], Found]) -> None:
+    def declare(function: Callable[[QueueHarness, str], CaseResult]) -> None:
         name = function.__name__
         CASES.append(
-            RabbitCase(name=name, run=lambda p: function(p, name), slow=slow, mortal=mortal)
+            RabbitCase(
+                name=name, run=lambda p: function(p, name), slow=slow, kills_server=kills_server
+            )
         )
 
     return declare

@@ -13,9 +13,9 @@ from airflow_broadway.cli import crash_test as command
 from airflow_broadway.cli.arguments import build_parser
 from airflow_broadway.testing.crashes import users
 from airflow_broadway.testing.crashes.account import Account, Violation
-from airflow_broadway.testing.crashes.campaign import Sums, UnsoundPipeline
+from airflow_broadway.testing.crashes.campaign import Totals, UnsoundPipeline
 from airflow_broadway.testing.crashes.case import Case, Result
-from airflow_broadway.testing.crashes.points import Strike
+from airflow_broadway.testing.crashes.points import Injection
 from airflow_broadway.testing.crashes.report import report
 from airflow_broadway.testing.crashes.users import CrashTest
 from tests.cli_runs import ran
@@ -48,32 +48,32 @@ CASE = Case.parse("one/process/1 return #1: killed before [next run, traffic]")
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "struck_shop.py").write_text(MODULE)
-    (tmp_path / "struck_broken.py").write_text("1 / 0")
+    (tmp_path / "crash_shop.py").write_text(MODULE)
+    (tmp_path / "crash_broken.py").write_text("1 / 0")
     (tmp_path / "empty.txt").write_text("\n\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "struck_shop", raising=False)
+    monkeypatch.delitem(sys.modules, "crash_shop", raising=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("struck_shop", "a pipeline is named as module:Class"),
-        ("struck_nowhere:Fine", "module 'struck_nowhere' cannot be imported"),
-        ("struck_broken:Fine", "fails when it is imported: ZeroDivisionError"),
-        ("struck_shop:Nope", "has no 'Nope'"),
-        ("struck_shop:number", "is no subclass of airflow_broadway.Broadway"),
-        ("struck_shop:WithoutProducer", "WithoutProducer has no producer"),
-        ("struck_shop:Fine --sink rows", "a function is named as module:function"),
-        ("struck_shop:Fine --sink struck_shop:nope", "cannot be imported: AttributeError"),
-        ("struck_shop:Fine --sink struck_shop:number", "is no function"),
-        ("struck_shop:Fine --prepare struck_shop:rows --jobs 2", "omit --jobs"),
-        ("struck_shop:Fine --messages nowhere.txt", "No such file"),
-        ("struck_shop:Fine --messages empty.txt", "no line that is not empty"),
-        ("struck_shop:Fine --families crashes,floods", "got: 'floods'"),
-        ("struck_shop:Fine --share 2", "a number from 0 to 1"),
-        ("struck_shop:Fine --count 0", "at least 1"),
+        ("crash_shop", "a pipeline is named as module:Class"),
+        ("crash_nowhere:Fine", "module 'crash_nowhere' cannot be imported"),
+        ("crash_broken:Fine", "fails when it is imported: ZeroDivisionError"),
+        ("crash_shop:Nope", "has no 'Nope'"),
+        ("crash_shop:number", "is no subclass of airflow_broadway.Broadway"),
+        ("crash_shop:WithoutProducer", "WithoutProducer has no producer"),
+        ("crash_shop:Fine --sink rows", "a function is named as module:function"),
+        ("crash_shop:Fine --sink crash_shop:nope", "cannot be imported: AttributeError"),
+        ("crash_shop:Fine --sink crash_shop:number", "is no function"),
+        ("crash_shop:Fine --prepare crash_shop:rows --jobs 2", "omit --jobs"),
+        ("crash_shop:Fine --messages nowhere.txt", "No such file"),
+        ("crash_shop:Fine --messages empty.txt", "no line that is not empty"),
+        ("crash_shop:Fine --families crashes,floods", "got: 'floods'"),
+        ("crash_shop:Fine --share 2", "a number from 0 to 1"),
+        ("crash_shop:Fine --count 0", "at least 1"),
     ],
 )
 def test_what_cannot_be_put_to_the_test_is_told_in_one_line(
@@ -88,36 +88,36 @@ def test_what_cannot_be_put_to_the_test_is_told_in_one_line(
 
 def test_a_spark_batcher_needs_spark(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(users, "find_spec", lambda name: None)
-    result = ran(capsys, "crash-test", "--pipeline", "struck_shop:OnSpark")
+    result = ran(capsys, "crash-test", "--pipeline", "crash_shop:OnSpark")
     assert (result.code, "pyspark is not installed here" in result.err) == (2, True)
 
 
-def test_elsewhere_than_on_linux_it_is_refused(
+def test_other_systems_than_linux_are_rejected(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
-    result = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
+    result = ran(capsys, "crash-test", "--pipeline", "crash_shop:Fine")
     assert (result.code, "needs Linux" in result.err) == (2, True)
 
 
-def test_a_pipeline_that_does_not_balance_is_told_with_the_end_of_its_log(
+def test_an_unsound_pipeline_is_reported_with_the_end_of_its_log(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(test: CrashTest, **_: object) -> Sums:
+    def run(test: CrashTest, **_: object) -> Totals:
         error = UnsoundPipeline("failed without any fault: lost: a")
         error.tail = ["ValueError: no good"]
         raise error
 
     monkeypatch.setattr(CrashTest, "run", run)
-    result = ran(capsys, "crash-test", "--pipeline", "struck_shop:Fine")
+    result = ran(capsys, "crash-test", "--pipeline", "crash_shop:Fine")
 
     assert result.code == 2
     assert "  ValueError: no good\n" in result.err
     assert result.err.endswith("failed without any fault: lost: a\n")
 
 
-def test_what_runs_a_case_again_is_read_back_as_that_case() -> None:
-    given = build_parser().parse_args(
+def test_the_repeat_command_runs_the_same_case() -> None:
+    args = build_parser().parse_args(
         [
             "crash-test",
             "--pipeline",
@@ -132,25 +132,25 @@ def test_what_runs_a_case_again_is_read_back_as_that_case() -> None:
             "2",
         ]
     )
-    [program, *words] = shlex.split(command._repeat_command(given, CASE))
+    [program, *words] = shlex.split(command._repeat_command(args, CASE))
 
-    again = build_parser().parse_args(words)
+    repeated = build_parser().parse_args(words)
     assert program == "airflow-broadway"
-    assert (again.pipeline, again.sink, again.count) == ("a:B", "a:rows", 3)
-    assert [Case.parse(item) for item in again.only] == [CASE]
+    assert (repeated.pipeline, repeated.sink, repeated.count) == ("a:B", "a:rows", 3)
+    assert [Case.parse(item) for item in repeated.only] == [CASE]
 
 
 def test_a_report_has_a_row_for_each_stage_and_call_and_a_few_cases_of_each_failure() -> None:
-    sums = Sums(points={CASE.strikes[0].point})
-    sums.parts = {
+    totals = Totals(points={CASE.injections[0].point})
+    totals.parts = {
         ("process", "return"): Counter(cases=5, points=1, failed=5, repeated=25),
         ("ack", "COMMIT"): Counter(cases=4, points=1),
     }
     rows = [f"row {number} is there twice, and should be once" for number in range(5)]
-    sums.failures = [Result(CASE, Account(wrong={Violation.REPEATED: rows}), [], Path())] * 5
-    sums.unsteady = [CASE.strikes[0].point]
+    totals.failures = [Result(CASE, Account(violations={Violation.REPEATED: rows}), [], Path())] * 5
+    totals.unsteady = [CASE.injections[0].point]
 
-    lines = report(sums, lambda case: f"again {case}")
+    lines = report(totals, lambda case: f"again {case}")
 
     assert [line.split() for line in lines[1:4]] == [
         ["process", "return", "1", "5", "5", "0", "0", "25", "0", "0", "0"],
@@ -165,7 +165,8 @@ def test_a_report_has_a_row_for_each_stage_and_call_and_a_few_cases_of_each_fail
     assert lines[-1] == "9 cases at 1 point: 5 failed."
 
 
-def test_a_strike_is_told_as_it_is_read() -> None:
+def test_an_injection_prints_as_it_is_parsed() -> None:
     assert (
-        str(Strike.parse("one/ack/1 COMMIT #2: answer lost")) == "one/ack/1 COMMIT #2: answer lost"
+        str(Injection.parse("one/ack/1 COMMIT #2: response lost"))
+        == "one/ack/1 COMMIT #2: response lost"
     )

@@ -12,7 +12,7 @@ import ssl
 import pytest
 
 from airflow_broadway.testing.crashes.interceptor import Interceptor
-from tests.unit.testing.crashes.struck import Died
+from tests.unit.testing.crashes.injection import Died
 
 _REPLACED = (
     (os, "open fsync link replace rename remove unlink mkdir rmdir listdir scandir"),
@@ -25,7 +25,7 @@ _REPLACED = (
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def restore_replaced_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, names in _REPLACED:
         for name in names.split():
             monkeypatch.setattr(owner, name, getattr(owner, name))

@@ -1,4 +1,4 @@
-"""Every message and every row is counted, by witnesses that are not the package's."""
+"""Every message and every row is accounted for, independently of the package's reports."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from airflow_broadway.testing.crashes.account import (
     DROPPED,
     Account,
     Violation,
-    account,
+    check_messages,
 )
 from airflow_broadway.testing.crashes.sink import ForkError
-from airflow_broadway.testing.crashes.subject import Letter, Subject
+from airflow_broadway.testing.crashes.subject import DeadLetter, Subject
 
 
 class Sink(Broadway):
@@ -43,13 +43,13 @@ class WithoutLetters(Sink):
     producer = SqliteProducer(queue="q", path="/given", retry=RetryPolicy(dead_letter=False))
 
 
-class Told(Subject):
-    """A subject of which a test tells what came of it."""
+class StubSubject(Subject):
+    """A subject whose broker and sink state a test sets."""
 
     def __init__(self, folder: Path, pipeline: type[Broadway] = Sink) -> None:
         super().__init__(pipeline, folder)
-        self.dead: list[Letter] = []
-        self.there: list[str] | None = None
+        self.dead: list[DeadLetter] = []
+        self.sink_rows: list[str] | None = None
         self.fails = False
 
     def overrides(self) -> Mapping[str, Any]:
@@ -61,137 +61,137 @@ class Told(Subject):
     def waiting(self) -> int:
         return 0
 
-    def letters(self) -> list[Letter]:
+    def letters(self) -> list[DeadLetter]:
         return self.dead
 
     def rows(self, ids: Sequence[str]) -> Counter[str] | None:
         if self.fails:
             raise ForkError("torn")
-        return None if self.there is None else Counter(self.there)
+        return None if self.sink_rows is None else Counter(self.sink_rows)
 
-    def called(
+    def record_call(
         self,
         *keys: str,
         batch_id: str = "b",
-        again: bool = False,
-        ended: bool = True,
+        redelivered: bool = False,
+        returned: bool = True,
         succeeded: Sequence[str] | None = None,
     ) -> None:
-        """A batch was handled."""
-        result = {
+        """Records a call of ``handle_batch``."""
+        subject = {
             "execution": "one/batch.default/1",
             "stage": "handle_batch",
             "batch_id": batch_id,
-            "messages": [(key, 1, again) for key in keys],
+            "messages": [(key, 1, redelivered) for key in keys],
         }
         with self.calls_file.open("a") as file:
-            file.write(json.dumps({**result, "succeeded": None}) + "\n")
-            if ended:
+            file.write(json.dumps({**subject, "succeeded": None}) + "\n")
+            if returned:
                 fine = list(keys if succeeded is None else succeeded)
-                file.write(json.dumps({**result, "succeeded": fine}) + "\n")
+                file.write(json.dumps({**subject, "succeeded": fine}) + "\n")
 
 
 @pytest.fixture
-def result(tmp_path: Path) -> Told:
-    return Told(tmp_path)
+def subject(tmp_path: Path) -> StubSubject:
+    return StubSubject(tmp_path)
 
 
-def wrong(found: Account) -> list[Violation]:
-    return [kind for kind in Violation if kind in found.wrong]
+def violations(account: Account) -> list[Violation]:
+    return [kind for kind in Violation if kind in account.violations]
 
 
-def test_a_message_is_acked_or_dead_and_else_lost(result: Told) -> None:
-    result.called("a", "b", succeeded=["a"])
-    result.dead = [Letter("b", False, "no good")]
-    assert account(result, ["a", "b"]).good
+def test_a_message_without_an_outcome_is_lost(subject: StubSubject) -> None:
+    subject.record_call("a", "b", succeeded=["a"])
+    subject.dead = [DeadLetter("b", False, "no good")]
+    assert check_messages(subject, ["a", "b"]).passed
 
-    found = account(result, ["a", "b", "c"])
-    assert found.fates == {0: ACKED, 1: DEAD, 2: ""}
-    assert found.lines == ["lost: c"]
-    assert found.reasons == ["no good"]
-
-
-def test_a_call_that_did_not_return_handled_nothing(result: Told) -> None:
-    result.called("a", ended=False)
-    assert wrong(account(result, ["a"])) == [Violation.LOST]
+    account = check_messages(subject, ["a", "b", "c"])
+    assert account.outcomes == {0: ACKED, 1: DEAD, 2: ""}
+    assert account.lines == ["lost: c"]
+    assert account.reasons == ["no good"]
 
 
-def test_another_outcome_than_without_a_strike_is_a_mistake(result: Told) -> None:
-    result.called("a")
-    assert account(result, ["a"], Account({0: DEAD})).lines == [
+def test_a_call_that_did_not_return_handled_nothing(subject: StubSubject) -> None:
+    subject.record_call("a", returned=False)
+    assert violations(check_messages(subject, ["a"])) == [Violation.LOST]
+
+
+def test_an_outcome_that_differs_from_the_baseline_is_a_mistake(subject: StubSubject) -> None:
+    subject.record_call("a")
+    assert check_messages(subject, ["a"], Account({0: DEAD})).lines == [
         "mistake: a is acked, and should be dead"
     ]
 
 
-def test_a_callback_that_is_made_to_fail_may_use_up_the_last_attempt(result: Told) -> None:
-    result.called("a", "b", succeeded=["a"])
-    result.dead = [Letter("b", False)]
-    result.there = ["a"]
+def test_a_fault_in_a_callback_may_use_up_the_last_attempt(subject: StubSubject) -> None:
+    subject.record_call("a", "b", succeeded=["a"])
+    subject.dead = [DeadLetter("b", False)]
+    subject.sink_rows = ["a"]
     expected = Account({0: ACKED, 1: ACKED}, rows=Counter(["a", "b"]))
 
-    struck = ["one/batch.default/1"]
-    assert account(result, ["a", "b"], expected, struck).good
-    assert wrong(account(result, ["a", "b"], expected, ["one/process/1"])) == [
+    injected = ["one/batch.default/1"]
+    assert check_messages(subject, ["a", "b"], expected, injected).passed
+    assert violations(check_messages(subject, ["a", "b"], expected, ["one/process/1"])) == [
         Violation.MISSING,
         Violation.OTHER,
     ]
-    result.there = ["a", "a"]
-    assert wrong(account(result, ["a", "b"], expected, struck)) == [Violation.REPEATED]
+    subject.sink_rows = ["a", "a"]
+    assert violations(check_messages(subject, ["a", "b"], expected, injected)) == [
+        Violation.REPEATED
+    ]
 
 
 @pytest.mark.parametrize("pipeline", [Dropping, WithoutLetters])
-def test_what_failed_is_dropped_where_nobody_keeps_it_and_never_what_should_succeed(
-    tmp_path: Path, pipeline: type[Broadway]
-) -> None:
-    result = Told(tmp_path, pipeline)
-    result.called("a", succeeded=[])
+def test_only_failed_messages_may_be_dropped(tmp_path: Path, pipeline: type[Broadway]) -> None:
+    subject = StubSubject(tmp_path, pipeline)
+    subject.record_call("a", succeeded=[])
 
-    assert account(result, ["a"]).fates == {0: DROPPED}
-    assert account(result, ["a"], Account({0: DROPPED})).good
-    assert wrong(account(result, ["a"], Account({0: ACKED}))) == [Violation.LOST]
+    assert check_messages(subject, ["a"]).outcomes == {0: DROPPED}
+    assert check_messages(subject, ["a"], Account({0: DROPPED})).passed
+    assert violations(check_messages(subject, ["a"], Account({0: ACKED}))) == [Violation.LOST]
 
 
-def test_a_repetition_must_be_marked(result: Told) -> None:
-    result.called("a", batch_id="b1")
-    result.called("a", batch_id="b2", again=True)
-    assert account(result, ["a"]).good
+def test_a_redelivery_must_be_marked(subject: StubSubject) -> None:
+    subject.record_call("a", batch_id="b1")
+    subject.record_call("a", batch_id="b2", redelivered=True)
+    assert check_messages(subject, ["a"]).passed
 
-    result.called("a", batch_id="b3")
-    assert wrong(account(result, ["a"])) == [Violation.UNMARKED]
+    subject.record_call("a", batch_id="b3")
+    assert violations(check_messages(subject, ["a"])) == [Violation.UNMARKED]
 
 
-def test_a_batch_comes_again_with_the_same_messages(result: Told) -> None:
-    result.called("a", "b")
-    result.called("a", "b")
-    assert account(result, ["a", "b"]).good
+def test_a_repeated_batch_has_the_same_messages(subject: StubSubject) -> None:
+    subject.record_call("a", "b")
+    subject.record_call("a", "b")
+    assert check_messages(subject, ["a", "b"]).passed
 
-    result.called("a")
-    lines = account(result, ["a", "b"]).lines
+    subject.record_call("a")
+    lines = check_messages(subject, ["a", "b"]).lines
     assert lines
     assert all(line.endswith("with other messages") for line in lines)
 
 
-def test_files_that_stay_are_named(result: Told) -> None:
+def test_leftover_files_are_reported(subject: StubSubject) -> None:
     for name in ("Sink/crashes/one/lease.json", "Sink/crashes/last/lease.json"):
-        path = result.work / "staging" / name
+        path = subject.work / "staging" / name
         path.parent.mkdir(parents=True)
         path.touch()
-    assert account(result, []).lines == ["left over: Sink/crashes/one/lease.json"]
+    assert check_messages(subject, []).lines == ["left over: Sink/crashes/one/lease.json"]
 
 
-def test_rows_are_compared_with_those_of_a_run_that_was_not_struck(result: Told) -> None:
-    result.there = ["1", "1", "3"]
+def test_rows_are_compared_with_the_baseline(subject: StubSubject) -> None:
+    subject.sink_rows = ["1", "1", "3"]
 
-    found = account(result, [], Account(rows=Counter(["1", "2"])))
+    account = check_messages(subject, [], Account(rows=Counter(["1", "2"])))
 
-    assert found.lines == [
+    assert account.lines == [
         "missing in the sink: 2 is there nowhere, and should be once",
         "repeated in the sink: 1 is there twice, and should be once",
         "repeated in the sink: 3 is there once, and should be nowhere",
     ]
-    assert account(result, [], Account(rows=Counter(["1", "1", "3"]))).good
+    assert check_messages(subject, [], Account(rows=Counter(["1", "1", "3"]))).passed
 
 
-def test_a_sink_that_cannot_be_read_is_a_mistake_of_its_case(result: Told) -> None:
-    result.fails = True
-    assert account(result, []).lines == ["mistake: the sink cannot be read: torn"]
+def test_an_unreadable_sink_is_a_mistake(subject: StubSubject) -> None:
+    subject.fails = True
+    assert check_messages(subject, []).lines == ["mistake: the sink cannot be read: torn"]

@@ -1,4 +1,4 @@
-"""The points of AMQP that the crash explorer finds."""
+"""The crash points of AMQP methods."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def points(*methods: Any) -> list[str]:
     return recorder.points
 
 
-def test_a_count_that_is_repeated_is_one_point() -> None:
+def test_a_repeated_count_is_one_point() -> None:
     count, opened = spec.Queue.Declare(queue="q", passive=True), spec.Channel.Open()
 
     assert points(opened, count, opened, count, count) == [
@@ -47,9 +47,9 @@ def test_a_count_after_another_method_or_of_another_queue_is_a_point() -> None:
     count = spec.Queue.Declare(queue="q", passive=True)
     other = spec.Queue.Declare(queue="other", passive=True)
 
-    found = points(count, spec.Queue.Purge(queue="q"), count, other, count)
+    observed = points(count, spec.Queue.Purge(queue="q"), count, other, count)
 
-    assert found == [
+    assert observed == [
         "queue.declare q",
         "queue.purge q",
         "queue.declare q",

@@ -1,4 +1,4 @@
-"""Files, statements and sockets are seen, and struck, where the pipeline touches them."""
+"""Calls of files, SQLite and sockets are intercepted, and faults are injected into them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from airflow_broadway.testing.crashes.boundaries import LocalFiles, Sockets, Sqlite
-from tests.unit.testing.crashes.struck import Died, calls, striking
+from tests.unit.testing.crashes.injection import Died, inject, observed_calls
 
 
-def test_files_below_the_folder_are_seen_and_others_are_not(tmp_path: Path) -> None:
+def test_only_files_below_the_folder_are_intercepted(tmp_path: Path) -> None:
     inside = tmp_path / "work"
     inside.mkdir()
-    interceptor = striking()
+    interceptor = inject()
     LocalFiles(inside).install(interceptor)
 
     (inside / "sub").mkdir()
@@ -27,7 +27,7 @@ def test_files_below_the_folder_are_seen_and_others_are_not(tmp_path: Path) -> N
     (inside / "b.txt").unlink()
     (tmp_path / "elsewhere.txt").write_text("not the pipeline's")
 
-    assert calls(interceptor) == [
+    assert observed_calls(interceptor) == [
         "mkdir sub #1",
         "create sub/a.txt #1",
         "replace b.txt #1",
@@ -38,7 +38,7 @@ def test_files_below_the_folder_are_seen_and_others_are_not(tmp_path: Path) -> N
 
 
 def test_half_of_a_synced_file_is_half_of_its_bytes(tmp_path: Path) -> None:
-    LocalFiles(tmp_path).install(striking("write a.txt #1: killed halfway"))
+    LocalFiles(tmp_path).install(inject("write a.txt #1: killed halfway"))
 
     with open(tmp_path / "a.txt", "w") as file:
         file.write("12345678")
@@ -48,16 +48,16 @@ def test_half_of_a_synced_file_is_half_of_its_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").read_text() == "1234"
 
 
-def test_a_full_disk_makes_no_file(tmp_path: Path) -> None:
-    LocalFiles(tmp_path).install(striking("create a.txt #1: disk full"))
+def test_a_full_disk_creates_no_file(tmp_path: Path) -> None:
+    LocalFiles(tmp_path).install(inject("create a.txt #1: disk full"))
 
     with pytest.raises(OSError, match="No space left"):
         (tmp_path / "a.txt").write_text("")
     assert not (tmp_path / "a.txt").exists()
 
 
-def test_statements_and_commits_are_seen(tmp_path: Path) -> None:
-    interceptor = striking()
+def test_statements_and_commits_are_intercepted(tmp_path: Path) -> None:
+    interceptor = inject()
     Sqlite().install(interceptor)
 
     db = sqlite3.connect(tmp_path / "rows.db")
@@ -67,7 +67,7 @@ def test_statements_and_commits_are_seen(tmp_path: Path) -> None:
     assert db.cursor().execute("SELECT n FROM rows").fetchall() == [(1,), (2,)]
     db.close()
 
-    assert calls(interceptor) == [
+    assert observed_calls(interceptor) == [
         "CREATE rows #1",
         "INSERT rows #1",
         "COMMIT #1",
@@ -75,38 +75,38 @@ def test_statements_and_commits_are_seen(tmp_path: Path) -> None:
     ]
 
 
-def test_who_dies_before_its_commit_has_changed_nothing(tmp_path: Path) -> None:
+def test_a_kill_before_the_commit_changes_nothing(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "rows.db") as db:
         db.execute("CREATE TABLE rows (n)")
     db.close()
-    Sqlite().install(striking("COMMIT #1: killed before"))
+    Sqlite().install(inject("COMMIT #1: killed before"))
 
     db = sqlite3.connect(tmp_path / "rows.db")
     db.execute("INSERT INTO rows VALUES (1)")
     with pytest.raises(Died):
         db.commit()
-    db.close()  # as the system does
+    db.close()  # as the operating system does
     assert sqlite3.connect(tmp_path / "rows.db").execute("SELECT * FROM rows").fetchall() == []
 
 
-def test_what_is_sent_is_seen_and_may_be_sent_by_half() -> None:
-    interceptor = striking("send #2: killed halfway")
+def test_sends_are_intercepted_and_can_be_halved() -> None:
+    interceptor = inject("send #2: killed halfway")
     Sockets().install(interceptor)
-    here, there = socket.socketpair()
+    local, remote = socket.socketpair()
 
-    here.sendall(b"whole")
+    local.sendall(b"whole")
     with pytest.raises(Died):
-        here.sendall(b"12345678")
-    here.close()
-    assert there.recv(100) + there.recv(100) == b"whole1234"
-    there.close()
-    assert calls(interceptor) == ["send #1", "send #2"]
+        local.sendall(b"12345678")
+    local.close()
+    assert remote.recv(100) + remote.recv(100) == b"whole1234"
+    remote.close()
+    assert observed_calls(interceptor) == ["send #1", "send #2"]
 
 
-def test_connecting_is_seen_with_its_address_and_refused_when_struck() -> None:
+def test_connects_are_intercepted_and_can_fail() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        Sockets().install(striking(f"connect 127.0.0.1:{port} #1: error"))
+        Sockets().install(inject(f"connect 127.0.0.1:{port} #1: error"))
         with pytest.raises(ConnectionResetError):
             socket.create_connection(("127.0.0.1", port))
         socket.create_connection(("127.0.0.1", port)).close()

@@ -1,4 +1,4 @@
-"""The interceptor counts calls, and strikes at one of them."""
+"""The interceptor counts calls and injects a fault into one of them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from airflow_broadway.testing.crashes.points import Fault
-from tests.unit.testing.crashes.struck import Died, calls, striking
+from tests.unit.testing.crashes.injection import Died, inject, observed_calls
 
 
 def test_equal_calls_are_counted() -> None:
-    interceptor = striking()
+    interceptor = inject()
     for target in ("a", "b", "a"):
         interceptor.call("create", target, lambda: None)
 
-    assert calls(interceptor) == ["create a #1", "create b #1", "create a #2"]
+    assert observed_calls(interceptor) == ["create a #1", "create b #1", "create a #2"]
 
 
-def test_calls_within_a_call_are_part_of_it_but_those_of_a_callback_are_its_own() -> None:
-    interceptor = striking()
+def test_nested_calls_count_only_within_callbacks() -> None:
+    interceptor = inject()
 
     def inner() -> str:
         return interceptor.call("write", "", lambda: "done")
@@ -28,76 +28,81 @@ def test_calls_within_a_call_are_part_of_it_but_those_of_a_callback_are_its_own(
     interceptor.call("handle_batch", "default", inner, nested=True)
     interceptor.call("return", "", lambda: None)
 
-    assert calls(interceptor) == ["create #1", "handle_batch default #1", "write #1", "return #1"]
-    assert [point.traits.own for point in interceptor.seen] == [False, True, True, False]
+    assert observed_calls(interceptor) == [
+        "create #1",
+        "handle_batch default #1",
+        "write #1",
+        "return #1",
+    ]
+    assert [point.traits.in_callback for point in interceptor.points] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(
     ("what", "done"), [("killed before", []), ("killed halfway", [5]), ("killed after", [10])]
 )
-def test_who_is_killed_has_done_nothing_half_or_all(what: str, done: list[int]) -> None:
-    interceptor = striking(f"write #1: {what}")
-    did: list[int] = []
+def test_a_kill_happens_before_halfway_or_after_the_call(what: str, done: list[int]) -> None:
+    interceptor = inject(f"write #1: {what}")
+    effects: list[int] = []
 
     with pytest.raises(Died):
-        interceptor.call("write", "", lambda: did.append(10), half=lambda: did.append(5))
-    assert did == done
-    assert interceptor.struck
+        interceptor.call("write", "", lambda: effects.append(10), half=lambda: effects.append(5))
+    assert effects == done
+    assert interceptor.injected
 
 
-@pytest.mark.parametrize(("what", "done"), [("error", 0), ("answer lost", 1)])
-def test_a_call_fails_before_or_after_its_work_and_only_once(what: str, done: int) -> None:
-    interceptor = striking(f"write #2: {what}")
-    did: list[Any] = []
+@pytest.mark.parametrize(("what", "done"), [("error", 0), ("response lost", 1)])
+def test_an_injected_error_is_raised_once_before_or_after_the_call(what: str, done: int) -> None:
+    interceptor = inject(f"write #2: {what}")
+    effects: list[Any] = []
 
     def write() -> None:
-        interceptor.call("write", "", lambda: did.append(1), error=lambda: ValueError("struck"))
+        interceptor.call(
+            "write", "", lambda: effects.append(1), error=lambda: ValueError("injected")
+        )
 
     write()
-    with pytest.raises(ValueError, match="struck"):
+    with pytest.raises(ValueError, match="injected"):
         write()
-    assert len(did) == 1 + done
+    assert len(effects) == 1 + done
     write()
-    assert len(did) == 2 + done
+    assert len(effects) == 2 + done
 
 
-def test_on_a_full_disk_nothing_finds_room_any_more_but_what_needs_none_goes_on() -> None:
-    interceptor = striking("create #1: disk full")
+def test_a_full_disk_fails_every_call_that_needs_space() -> None:
+    interceptor = inject("create #1: disk full")
 
     for _ in range(2):
         with pytest.raises(OSError, match="full"):
-            interceptor.call("create", "", lambda: None, full=lambda: OSError("full"))
+            interceptor.call("create", "", lambda: None, disk_full=lambda: OSError("full"))
     assert interceptor.call("remove", "", lambda: "removed") == "removed"
 
 
 def test_the_clock_jumps_at_the_call() -> None:
-    interceptor = striking("list #1: clock behind")
-    assert interceptor.call("list", "", lambda: interceptor.ahead, changes=False) == -3600.0
+    interceptor = inject("list #1: clock behind")
+    assert interceptor.call("list", "", lambda: interceptor.clock_offset, changes=False) == -3600.0
 
 
 @pytest.mark.parametrize(("late", "done"), [(True, [2, 1]), (False, [2])])
-def test_a_call_hangs_past_its_time_out_and_what_it_asked_for_may_be_done_when_others_go_on(
-    late: bool, done: list[int]
-) -> None:
-    interceptor = striking("send #1: timed out")
-    did: list[int] = []
+def test_a_timed_out_call_may_take_effect_after_the_next_call(late: bool, done: list[int]) -> None:
+    interceptor = inject("send #1: timed out")
+    effects: list[int] = []
 
     with pytest.raises(TimeoutError):
-        interceptor.call("send", "", lambda: did.append(1), hangs=TimeoutError, late=late)
-    assert (did, interceptor.ahead) == ([], 60.0)
-    interceptor.call("send", "", lambda: did.append(2), hangs=TimeoutError, late=late)
-    assert did == done
-    assert [point.traits.faults for point in interceptor.seen] == ["timed out"] * 2
+        interceptor.call("send", "", lambda: effects.append(1), timeout=TimeoutError, late=late)
+    assert (effects, interceptor.clock_offset) == ([], 60.0)
+    interceptor.call("send", "", lambda: effects.append(2), timeout=TimeoutError, late=late)
+    assert effects == done
+    assert [point.traits.faults for point in interceptor.points] == ["timed out"] * 2
 
 
-def test_what_else_can_happen_to_a_call_is_its_own() -> None:
-    interceptor = striking("PutObject #1: sent twice")
-    did: list[int] = []
+def test_a_call_may_have_extra_faults() -> None:
+    interceptor = inject("PutObject #1: sent twice")
+    effects: list[int] = []
 
     def twice() -> str:
-        did.extend((1, 1))
+        effects.extend((1, 1))
         return "refused"
 
-    came = interceptor.call("PutObject", "", lambda: "made", others={Fault.SENT_TWICE: twice})
-    assert (came, did) == ("refused", [1, 1])
-    assert [point.traits.faults for point in interceptor.seen] == ["sent twice"]
+    result = interceptor.call("PutObject", "", lambda: "made", extra={Fault.SENT_TWICE: twice})
+    assert (result, effects) == ("refused", [1, 1])
+    assert [point.traits.faults for point in interceptor.points] == ["sent twice"]

@@ -1,4 +1,4 @@
-"""A sink is read, and emptied, by the user's own functions in processes of their own."""
+"""A sink is read and emptied by the user's functions in separate processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from airflow_broadway.testing.crashes.sink import ForkError, prepare, rows_of
+from airflow_broadway.testing.crashes.sink import ForkError, count_rows, prepare
 from airflow_broadway.testing.crashes.subject import FOLDER
 
 
 def read(tmp_path: Path, rows: Any, ids: tuple[str, ...] = ()) -> Counter[str]:
-    return rows_of(lambda folder: rows, tmp_path, tmp_path / "log.txt", ids)
+    return count_rows(lambda folder: rows, tmp_path, tmp_path / "log.txt", ids)
 
 
 def test_equal_rows_are_counted(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_equal_rows_are_counted(tmp_path: Path) -> None:
     }
 
 
-def test_an_id_is_told_by_its_place(tmp_path: Path) -> None:
+def test_message_ids_are_replaced_by_their_positions(tmp_path: Path) -> None:
     rows = ["tag-1", {"id": "tag-12", "file": "tag-2.json"}]
     assert read(tmp_path, rows, ("tag-1", "tag-2", "tag-12")) == {
         '"<message 1>"': 1,
@@ -35,7 +35,7 @@ def test_an_id_is_told_by_its_place(tmp_path: Path) -> None:
     }
 
 
-def test_what_databases_return_is_read(tmp_path: Path) -> None:
+def test_common_values_of_databases_are_supported(tmp_path: Path) -> None:
     db = sqlite3.connect(":memory:")
     db.row_factory = sqlite3.Row
     row = db.execute("SELECT 1 AS n").fetchone()
@@ -47,25 +47,23 @@ def test_what_databases_return_is_read(tmp_path: Path) -> None:
     }
 
 
-def test_it_is_called_in_the_folder_of_the_case_and_what_it_prints_is_logged(
-    tmp_path: Path,
-) -> None:
+def test_a_sink_runs_in_the_folder_of_the_case_and_its_output_is_logged(tmp_path: Path) -> None:
     def sink(folder: Path) -> list[str]:
         print("reading", flush=True)
         assert folder == Path.cwd()
         return [os.environ[FOLDER]]
 
-    assert rows_of(sink, tmp_path, tmp_path / "log.txt", []) == {f'"{tmp_path}"': 1}
+    assert count_rows(sink, tmp_path, tmp_path / "log.txt", []) == {f'"{tmp_path}"': 1}
     assert "reading" in (tmp_path / "log.txt").read_text()
     assert Path.cwd() != tmp_path
 
 
-def test_an_error_of_its_own_is_told_and_logged(tmp_path: Path) -> None:
+def test_an_error_of_the_sink_is_raised_and_logged(tmp_path: Path) -> None:
     def sink(folder: Path) -> list[str]:
         raise KeyError("table")
 
     with pytest.raises(ForkError, match="KeyError: 'table'"):
-        rows_of(sink, tmp_path, tmp_path / "log.txt", [])
+        count_rows(sink, tmp_path, tmp_path / "log.txt", [])
     assert "Traceback" in (tmp_path / "log.txt").read_text()
 
 
@@ -76,9 +74,9 @@ def test_an_error_of_its_own_is_told_and_logged(tmp_path: Path) -> None:
         (lambda folder: os._exit(3), "died"),
     ],
 )
-def test_a_sink_without_json_rows_is_refused(tmp_path, sink, text):
+def test_a_sink_without_json_rows_is_rejected(tmp_path, sink, text):
     with pytest.raises(ForkError, match=text):
-        rows_of(sink, tmp_path, tmp_path / "log.txt", [])
+        count_rows(sink, tmp_path, tmp_path / "log.txt", [])
 
 
 def test_a_sink_is_emptied(tmp_path: Path) -> None:
