@@ -3,9 +3,9 @@
 ``rabbitmq.ceiling`` is pika's ``SelectConnection`` alone: it consumes, discards, and acknowledges
 many messages at a time.  The others are the package's stages in separate processes, and whole runs
 in a real Airflow with Spark (``.connect``: on a running Spark Connect server): persistent messages
-of 200 bytes, trivial callbacks, two batchers.  Tries are interleaved, so that noise
-affects all; figures and ratios are medians, and each ratio is to the ceiling of the same try.  ``.cpu`` is the client's CPU time per message, ``.peak`` the memory
-of the largest process of a stage.
+of 200 bytes, trivial callbacks, two batchers.  Tries are interleaved, so that noise affects all;
+figures and ratios are medians, and each ratio is to the ceiling of the same try.  ``.cpu`` is the
+client's CPU time per message, ``.peak`` the memory of the largest process of a stage.
 """
 
 from __future__ import annotations

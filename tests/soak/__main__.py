@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from scripts.airflow_api import FINISHED
 from scripts.airflow_env import ROOT, airflow_env
 from scripts.local_airflow import LocalAirflow, free_port
-from tests.benchmarks.figures import folder_of_its_own
+from tests.benchmarks.figures import temporary_folder
 from tests.nothing_left import nothing_left_behind
 from tests.rabbitmq_server import RabbitServer
 from tests.race.brokers import payload
@@ -229,7 +229,7 @@ def print_windows(lines: Sequence[Window]) -> None:
 
 def soak(messages: int, per_run: int) -> tuple[RowCounter, list[Window]]:
     """Starts Airflow and a broker, and brings messages into rows."""
-    with folder_of_its_own() as folder, RabbitServer.start(folder / "broker") as server:
+    with temporary_folder() as folder, RabbitServer.start(folder / "broker") as server:
         server.declare(QUEUE)
         (folder / "rows").mkdir()
         rows = RowCounter(folder / "rows", messages)
