@@ -8,7 +8,7 @@ from scripts.count_code import count_code, rooms_of_project
 #: one only with a reason in its message.
 REACHED = {
     "adapters/": 914,
-    "cli/": 1_506,
+    "cli/": 1_508,
     "core/": 8_577,
     "hooks/": 75,
     "operators/": 812,
@@ -19,7 +19,7 @@ REACHED = {
     "spark/": 1_969,
     "staging/": 4_307,
     "submit/": 555,
-    "testing/": 3_722,
+    "testing/": 3_773,
     "triggers/": 209,
     "*.py": 603,
     "producers/engine/": 1_760,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_079,
-    "tests and scripts": 72_540,
+    "package": 45_132,
+    "tests and scripts": 72_796,
 }
 
 MODULE = '''"""A module.
