@@ -27,11 +27,14 @@ def _restart(harness: QueueHarness) -> None:
 def the_broker_is_killed_while_the_holding_queue_is_young(
     harness: QueueHarness, name: str
 ) -> CaseResult:
-    # RabbitMQ 3.10 may leave a quorum queue without a leader if it is killed this early.
+    # RabbitMQ 3.10 may leave a quorum queue without a leader if it is killed this early, or refuse
+    # it once more when it is declared again: until then nothing is received.
     harness.producer = harness.make_producer(lease=60.0, reconnect_timeout=60.0)
     harness.fill(1_000)
     results: list[tuple[Lease, list[Message]]] = []
-    thread = threading.Thread(target=lambda: results.append(harness.receive_run("g1")))
+    thread = threading.Thread(
+        target=lambda: results.append(harness.receive_run("g1", 1_000, patience=60.0))
+    )
     thread.start()
     while not harness.holding_queues():
         time.sleep(0.02)

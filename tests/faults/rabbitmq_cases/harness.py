@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -87,12 +88,18 @@ class QueueHarness:
         """Lists the queue's holding queues, including empty ones."""
         return self.server.queue_names(f"broadway.held.{self.queue}")
 
-    def receive_all(self, source: Source, most: int = 100_000) -> list[Message]:
-        """Receives until the queue is empty, or ``most`` messages are received."""
+    def receive_all(
+        self, source: Source, most: int = 100_000, *, patience: float = 0.0
+    ) -> list[Message]:
+        """Receives until the queue is empty, or ``most`` messages are received.
+
+        :param patience: Seconds to wait for the first message.
+        """
         taken: list[Message] = []
+        deadline = time.monotonic() + patience
         while len(taken) < most:
             got = self.receive(source, min(1000, most - len(taken)))
-            if not got:
+            if not got and (taken or time.monotonic() >= deadline):
                 break
             taken += got
         return taken
@@ -106,11 +113,13 @@ class QueueHarness:
             self._received[int(message.data), message.attempt].append(message.redelivered)
         return list(messages)
 
-    def receive_run(self, generation: str, most: int = 100_000) -> tuple[Lease, list[Message]]:
+    def receive_run(
+        self, generation: str, most: int = 100_000, *, patience: float = 0.0
+    ) -> tuple[Lease, list[Message]]:
         """Receives like a process task that succeeds; returns the lease and the messages."""
         source = self.source(generation)
         try:
-            messages = self.receive_all(source, most)
+            messages = self.receive_all(source, most, patience=patience)
             messages += self._record(source.stop())
             return source.lease, messages
         finally:
