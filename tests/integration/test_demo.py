@@ -264,7 +264,7 @@ def test_a_missing_java_is_one_clear_error(tmp_path):
 
     assert done.code == 1
     assert done.text == (
-        "\nThe demo failed: Spark needs Java, and there is none here: `make demo` sees to that\n"
+        "\nThe demo failed: Spark needs Java, which is not installed: `make demo` installs it\n"
     )
 
 

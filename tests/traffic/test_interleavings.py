@@ -48,12 +48,12 @@ STEPS = st.sampled_from(
         "other",
         "release",
         "settle",
-        "lapse",
+        "expire_leases",
         "crash",
     ]
 )
 #: Steps after which a run's report may be incomplete.
-INEXACT_STEPS = {"release", "settle", "lapse", "crash"}
+INEXACT_STEPS = {"release", "settle", "expire_leases", "crash"}
 
 RUNS = st.tuples(
     st.sampled_from(["local", "staged"]),
