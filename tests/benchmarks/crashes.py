@@ -13,6 +13,7 @@ from typing import Any
 
 from airflow_broadway import Batcher, Message, Processors
 from airflow_broadway.producers.sqlite import SqliteProducer
+from tests.benchmarks.figures import rate
 from tests.unit.passing import Passing
 
 #: Messages of the measured run; messages held by each killed task; number of kills.
@@ -83,12 +84,7 @@ def bench_crashes(
     pairs = [(_seconds(messages, held, 0), _seconds(messages, held, kills)) for _ in range(tries)]
     calm, after = (statistics.median(times) for times in zip(*pairs, strict=True))
     return [
-        {"name": "crashes.run.calm", "value": round(messages / calm), "unit": "msg/s"},
-        {
-            "name": "crashes.run.after_kills",
-            "value": round(messages / after),
-            "unit": "msg/s",
-            "ratio": round(calm / after, 3),
-            "of": "crashes.run.calm",
-        },
+        rate("crashes.run.calm", messages, calm),
+        rate("crashes.run.after_kills", messages, after)
+        | {"ratio": round(calm / after, 3), "of": "crashes.run.calm"},
     ]

@@ -19,6 +19,7 @@ from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
 from airflow_broadway.runs.process import Process
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.staging.store import Store
+from tests.benchmarks.figures import rate
 
 MESSAGES = 50_000
 
@@ -78,13 +79,8 @@ def bench_failing(messages: int = MESSAGES, tries: int = 5) -> list[dict[str, An
     bad = statistics.median(pair[1][0] for pair in pairs)
     lines = pairs[0][1][1]
     return [
-        {"name": "process.good", "value": round(messages / good), "unit": "msg/s"},
-        {
-            "name": "process.failing",
-            "value": round(messages / bad),
-            "unit": "msg/s",
-            "ratio": round(good / bad, 3),
-            "of": "process.good",
-        },
+        rate("process.good", messages, good),
+        rate("process.failing", messages, bad)
+        | {"ratio": round(good / bad, 3), "of": "process.good"},
         {"name": "process.failing.log", "value": lines, "unit": "lines"},
     ]

@@ -78,29 +78,48 @@ class Folder(SinkUnderTest):
         return table.to_pylist() if table else []
 
 
+def _intercept_table(
+    interceptor: Interceptor,
+    kind: str,
+    *,
+    changes: bool,
+    error: Callable[[], Exception],
+    timeout: Callable[[], Exception],
+) -> Callable[[Any], Any]:
+    """Returns the wrapper of a library's call on a table.
+
+    :param changes: Whether the call commits.
+    """
+
+    def wrap(do: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return interceptor.call(
+                kind,
+                "table",
+                partial(do, *args, **kwargs),
+                changes=changes,
+                error=error,
+                timeout=timeout,
+                late=changes,
+            )
+
+        return call
+
+    return wrap
+
+
 class _DeltaLake:
     """Intercepts deltalake's reads and commits of a table."""
 
     def install(self, interceptor: Interceptor) -> None:
         import deltalake
 
-        def wrap(kind: str, *, changes: bool) -> Callable[[Any], Any]:
-            def wrapped(do: Any) -> Any:
-                def call(*args: Any, **kwargs: Any) -> Any:
-                    return interceptor.call(
-                        kind,
-                        "table",
-                        partial(do, *args, **kwargs),
-                        changes=changes,
-                        error=lambda: deltalake.exceptions.DeltaError("an error was injected"),
-                        timeout=lambda: OSError("the store timed out"),
-                        late=changes,
-                    )
-
-                return call
-
-            return wrapped
-
+        wrap = partial(
+            _intercept_table,
+            interceptor,
+            error=lambda: deltalake.exceptions.DeltaError("an error was injected"),
+            timeout=lambda: OSError("the store timed out"),
+        )
         replace(deltalake.DeltaTable, "__init__", wrap("load", changes=False))
         replace(deltalake.DeltaTable, "create_write_transaction", wrap("tombstone", changes=True))
         replace(deltalake.DeltaTable, "delete", wrap("delete", changes=True))
@@ -206,23 +225,12 @@ class _PyIceberg:
     def install(self, interceptor: Interceptor) -> None:
         from pyiceberg.catalog.sql import SqlCatalog
 
-        def wrap(kind: str, *, changes: bool) -> Callable[[Any], Any]:
-            def wrapped(do: Any) -> Any:
-                def call(*args: Any, **kwargs: Any) -> Any:
-                    return interceptor.call(
-                        kind,
-                        "table",
-                        partial(do, *args, **kwargs),
-                        changes=changes,
-                        error=lambda: OSError("an error was injected"),
-                        timeout=lambda: TimeoutError("the catalog timed out"),
-                        late=changes,
-                    )
-
-                return call
-
-            return wrapped
-
+        wrap = partial(
+            _intercept_table,
+            interceptor,
+            error=lambda: OSError("an error was injected"),
+            timeout=lambda: TimeoutError("the catalog timed out"),
+        )
         replace(SqlCatalog, "load_table", wrap("load", changes=False))
         replace(SqlCatalog, "commit_table", wrap("commit", changes=True))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from contextlib import suppress
 
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.formats.manifest import Manifest
@@ -79,10 +80,12 @@ def _place_file(
         # A concurrent settler may exclude other messages, so each has its own files.
         return _place_filtered(own, file, archive, f"{target}-{uuid.uuid4().hex[:8]}", again)
     placed = file._replace(path=f"{target}.parquet")
+    if archive.store.local:  # VACUUM removes files by their age; a link is as old as its file
+        for folder, path in ((own, file.path), (archive, placed.path)):
+            with suppress(FileNotFoundError):
+                os.utime(folder.full(path))
     if not archive.exists(placed.path):
         own.copy(file.path, archive, placed.path)
-    if archive.store.local:  # a link is as old as its file, and VACUUM removes files by their age
-        os.utime(archive.full(placed.path))
     return [placed]
 
 

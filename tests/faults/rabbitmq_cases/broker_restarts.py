@@ -45,9 +45,7 @@ def the_broker_is_killed_while_the_holding_queue_is_young(
     [(lease, messages)] = results
     assert harness.settle_all(lease, messages).acked == len(messages) == 1_000
     assert harness.drain() == []
-    result = harness.result(name, 1_000)
-    result.killed["broker"] = 1
-    return result
+    return harness.result(name, 1_000, broker_kills=1)
 
 
 @case(kills_server=True)
@@ -66,9 +64,7 @@ def the_broker_is_killed_while_messages_are_leased(harness: QueueHarness, name: 
     assert report == SettleReport(acked=3_000), report
     harness.send(range(3_000, 3_010))
     assert harness.drain() == list(range(3_000, 3_010))
-    result = harness.result(name, 3_010)
-    result.killed["broker"] = 1
-    return result
+    return harness.result(name, 3_010, broker_kills=1)
 
 
 @case(kills_server=True)
@@ -84,9 +80,7 @@ def the_broker_is_killed_while_leases_lapse(harness: QueueHarness, name: str) ->
     time.sleep(5.0)
 
     assert harness.drain() == list(range(3_000))
-    result = harness.result(name, 3_000)
-    result.killed["broker"] = 1
-    return result
+    return harness.result(name, 3_000, broker_kills=1)
 
 
 @case(kills_server=True)
@@ -122,6 +116,4 @@ def the_broker_is_killed_in_settlement(harness: QueueHarness, name: str) -> Case
     retried = {int(m.data) for m in messages if verdicts.get(m.message_id) is _RETRY}
     assert set(harness.drain()) == retried
     assert harness.dead_numbers() == {n for n in range(0, count, 7) if n % 3}
-    result = harness.result(name, count)
-    result.killed["broker"] = 2
-    return result
+    return harness.result(name, count, broker_kills=2)

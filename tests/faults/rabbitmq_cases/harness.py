@@ -168,9 +168,11 @@ class QueueHarness:
 
     # -- result --------------------------------------------------------------------------------
 
-    def result(self, case: str, count: int) -> CaseResult:
+    def result(self, case: str, count: int, *, broker_kills: int = 0) -> CaseResult:
         """Returns the final states of the numbers below ``count``."""
         result = CaseResult(f"rabbitmq.{case}", count)
+        if broker_kills:
+            result.killed["broker"] = broker_kills
         result.lost = [number for number in range(count) if number not in self._settled]
         delays = [self.queues.delay(step) for step in LADDER]
         for name in (self.queue, *delays, *self.holding_queues()):
