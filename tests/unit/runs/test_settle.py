@@ -315,6 +315,24 @@ def test_stand_in_completes_settlement_begun_by_sensor(run):
     assert balanced(report)["released"] == COUNT - len(SEVENS)
 
 
+@pytest.mark.faults
+def test_generation_without_all_outcomes_is_not_settled_before_the_last_look(run):
+    # Given a run of six batches, of which only the first has been handled
+    reference = run.process()
+    dies(lambda: run.batch(reference), Point("tests.unit.runs.steps.note", "after", 2))
+    outcomes = len(run.staged.files.list("outcomes/default"))
+
+    run.ack(final=False)
+
+    [generation] = run.staged.generations()
+    assert generation.state not in ("settling", "settled")
+    assert outcomes and run.depth() == (0, 0, COUNT, 0)
+
+    run.batch(reference, try_number=2)
+    run.ack(final=False)
+    check(run, run.ack())
+
+
 def test_last_look_releases_messages_of_a_running_process_task(run, monkeypatch):
     def timed_out(self, processor, message, context):
         if int(message.data) == 20:
