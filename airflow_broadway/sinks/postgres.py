@@ -1,8 +1,8 @@
 """The sink for a table of PostgreSQL.
 
 A batch's rows and its row in the ledger are one transaction.  The ledger's primary key is the
-commit id, and a tombstone is a row of the ledger without rows in the table.  Keys are inserted in
-one request with ``COMMIT``: a client that pauses holds no lock on them.
+commit id, and a tombstone is a row of the ledger without rows in the table.  What locks the ledger
+or a key of it is one request with ``COMMIT``: a client that pauses holds no such lock.
 
 Spark's executors write to an unlogged *staging* table of the attempt, each task in a transaction of
 its own; the driver's transaction moves the rows.  Each row has an id there, which shows whether a
@@ -121,12 +121,11 @@ class _Client(SinkClient):
             if exists.fetchone() != (None,):
                 return
             # Two that create it together: IF NOT EXISTS lets one of them fail.
-            session.execute("SELECT pg_advisory_xact_lock(8675309)")
             self._run(
                 session,
-                "CREATE TABLE IF NOT EXISTS {ledger} (target text, commit_id text, attempt integer"
-                " NOT NULL, at timestamptz NOT NULL DEFAULT now(),"
-                " PRIMARY KEY (target, commit_id))",
+                "SELECT pg_advisory_xact_lock(8675309); CREATE TABLE IF NOT EXISTS {ledger}"
+                " (target text, commit_id text, attempt integer NOT NULL,"
+                " at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (target, commit_id)); COMMIT",
             )
 
     def commit(self, rows: Any, commit: Commit) -> None:

@@ -11,11 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -399,30 +402,40 @@ def test_another_unique_key_of_a_table_is_no_refusal(server: PostgreSQL) -> None
         assert client.landed(["b2.0"]) == {}
 
 
-def test_a_process_that_pauses_while_it_rules_out_delays_no_other(
-    server: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("action", ["create the ledger", "rule out"])
+def test_a_process_that_pauses_holds_no_lock(
+    server: PostgreSQL, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
-    subject = sink_subjects.postgres(*_address(server))
-    clients = [subject.open() for _ in range(2)]
+    made = sink_subjects.postgres(*_address(server))
+    ledger = f"public.l{uuid.uuid4().hex[:8]}"
+    subject = dataclasses.replace(made, sink=dataclasses.replace(made.sink, ledger=ledger))  # type: ignore[type-var]
+    if action == "create the ledger":
+        first = "SELECT pg_advisory"
+        calls: list[Callable[[], Any]] = [subject.open, subject.open]
+    else:
+        clients = [subject.open() for _ in range(2)]
+        first, calls = "INSERT", [partial(client.rule_out, ["one"]) for client in clients]
     execute, paused, resumed = psycopg.Connection.execute, threading.Event(), threading.Event()
 
-    def pause_after_insert(session: Any, query: Any, *args: Any) -> Any:
+    def pause_after(session: Any, query: Any, *args: Any) -> Any:
         result = execute(session, query, *args)
         text = query if isinstance(query, str) else query.as_string()
-        if text.startswith("INSERT") and threading.current_thread() is thread:
+        if text.startswith(first) and threading.current_thread() is thread:
             paused.set()
             resumed.wait(60)
         return result
 
-    monkeypatch.setattr(psycopg.Connection, "execute", pause_after_insert)
-    thread = threading.Thread(target=lambda: clients[0].rule_out(["one"]))
+    monkeypatch.setattr(psycopg.Connection, "execute", pause_after)
+    thread = threading.Thread(target=calls[0])
     thread.start()
+    other = ThreadPoolExecutor(1)
     try:
         assert paused.wait(30)
-        assert clients[1].rule_out(["one"]) == {}
+        other.submit(calls[1]).result(10)
     finally:
         resumed.set()
         thread.join()
+        other.shutdown()
 
 
 def test_a_connection_whose_commit_fails_is_closed(

@@ -17,9 +17,9 @@ REACHED = {
     "sensors/": 367,
     "sinks/": 1_117,
     "spark/": 1_969,
-    "staging/": 4_307,
+    "staging/": 4_310,
     "submit/": 555,
-    "testing/": 3_773,
+    "testing/": 3_776,
     "triggers/": 209,
     "*.py": 603,
     "producers/engine/": 1_760,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_132,
-    "tests and scripts": 72_804,
+    "package": 45_138,
+    "tests and scripts": 72_842,
 }
 
 MODULE = '''"""A module.

@@ -51,10 +51,13 @@ _SILENCE_TIMEOUT: Final = 20.0
 #: Seconds between two attempts of a request while a partition has no leader or a group no
 #: coordinator.
 _RETRY_INTERVAL: Final = 0.2
+#: Timeouts of a request, one after another, before an election counts as failed; 60 seconds by
+#: default, as ``default.api.timeout.ms`` of Kafka's own clients.
+_ELECTION_TIMEOUTS: Final = 3
 #: Errors of a leader or coordinator that is moving: retriable by Kafka's protocol, but not reported
-#: so by the client.
+#: so by the client.  A request to a leader that died times out if the election takes longer.
 _PASSING: Final = (
-    *("_TRANSPORT", "_DESTROY_BROKER", "NOT_COORDINATOR"),
+    *("_TRANSPORT", "_TIMED_OUT", "_DESTROY_BROKER", "NOT_COORDINATOR"),
     *("COORDINATOR_NOT_AVAILABLE", "COORDINATOR_LOAD_IN_PROGRESS"),
     *("LEADER_NOT_AVAILABLE", "NOT_LEADER_FOR_PARTITION", "OFFSET_NOT_AVAILABLE"),
     *("FENCED_LEADER_EPOCH", "UNKNOWN_LEADER_EPOCH", "KAFKA_STORAGE_ERROR"),
@@ -248,11 +251,11 @@ class Cluster:
         return {(row.topic, row.partition): max(-1, row.offset) for row in answer}
 
     def _send_request(self, request: Callable[[], Any], action: str) -> Any:
-        """Sends a request, and retries it during leader elections until the timeout.
+        """Sends a request, and retries it during leader elections.
 
         :raises ProducerError: The error of the request, or of one of its partitions.
         """
-        end = time.monotonic() + self._timeout
+        end = time.monotonic() + _ELECTION_TIMEOUTS * self._timeout
         while True:
             try:
                 answer = request()

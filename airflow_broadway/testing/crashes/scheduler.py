@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from airflow_broadway.core.clock import SystemClock
+from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.testing.crashes.interceptor import Interceptor
 from airflow_broadway.testing.crashes.points import Call, Fault, Injection, Point, Traits
 from airflow_broadway.testing.crashes.spark import Driver, run_driver, uses_spark, wait_for_drivers
@@ -330,6 +331,9 @@ def _replace_clock(interceptor: Interceptor) -> None:
     clock.now = lambda clock: datetime.now(UTC) + timedelta(seconds=interceptor.clock_offset)
     clock.monotonic = staticmethod(lambda: time.monotonic() + interceptor.skipped)
     clock.sleep = lambda clock, seconds: interceptor.pass_time(seconds)
+    # A slow machine makes no more checks than a fast one; after a suspension all are repeated.
+    defaults: Any = Ownership.__init__.__kwdefaults__
+    defaults["fresh_for"] = _SUSPENSION
 
 
 def use_deterministic_ids(execution: str, salt: str) -> None:

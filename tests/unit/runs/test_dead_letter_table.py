@@ -30,6 +30,7 @@ from airflow_broadway.runs.tasks import BatchTask, ProcessTask
 from airflow_broadway.sinks import DeltaTable, ParquetFolder
 from airflow_broadway.sinks.parquet import _Disk
 from tests.unit.runs.steps import TEN, PlainSums, Point, Run, Sums, dies, precede
+from tests.unit.runs.test_sinks import Folder
 
 DEAD = [5, 7, 10]
 ROOT = Path(__file__).parents[3]
@@ -190,6 +191,33 @@ def test_a_repeated_settlement_knows_the_outcomes_of_the_first_alone(
     next_run.batch(pulled)
     next_run.ack()
 
+    assert numbers(run) == run.dead() == DEAD
+    assert run.depth() == (0, 0, 0, len(DEAD))
+
+
+def test_a_repeated_settlement_of_a_cleared_task_counts_its_sinks_outcomes_alone(
+    tmp_path: Path,
+) -> None:
+    # Given batches with a sink, and a cleared process task that is killed in their settlement
+    class Committed(Tabled, Folder):
+        name = "Sums"
+
+    sink = {"default": {"sink": {"path": str(tmp_path / "lake")}}}
+    run = make(tmp_path, pipeline=Committed, numbers=TEN, batchers=sink)
+    run.batch(run.process())
+    dies(
+        lambda: run.process(try_number=2),
+        Point("airflow_broadway.runs.dead_letter_table.commit_rows_of", "after"),
+    )
+    assert numbers(run) == [5, 10]
+
+    # When the next try repeats it
+    pulled = run.process(try_number=3)
+    assert (numbers(run), run.dead()) == ([5, 10], [5, 10])
+    run.batch(pulled, try_number=3)
+    run.ack()
+
+    # Then the message that had failed in the processor came again, and has its row
     assert numbers(run) == run.dead() == DEAD
     assert run.depth() == (0, 0, 0, len(DEAD))
 

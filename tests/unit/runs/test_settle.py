@@ -326,7 +326,8 @@ def test_generation_without_all_outcomes_is_not_settled_before_the_last_look(run
 
     [generation] = run.staged.generations()
     assert generation.state not in ("settling", "settled")
-    assert outcomes and run.depth() == (0, 0, COUNT, 0)
+    assert outcomes
+    assert run.depth() == (0, 0, COUNT, 0)
 
     run.batch(reference, try_number=2)
     run.ack(final=False)

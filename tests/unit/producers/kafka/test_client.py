@@ -42,6 +42,7 @@ def test_a_request_is_retried_while_the_partitions_leader_moves(monkeypatch):
         KafkaError.FENCED_LEADER_EPOCH,
         KafkaError.UNKNOWN_LEADER_EPOCH,
         KafkaError.KAFKA_STORAGE_ERROR,
+        KafkaError._TIMED_OUT,
     )
     assert cluster(moving, monkeypatch).ends(("t", 0)) == (3, 7)
 
