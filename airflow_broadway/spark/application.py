@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import chain, zip_longest
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,7 @@ def run_work(
     work: Work,
     *,
     arrow: ArrowFiles | None = None,
+    check: Callable[[], None] = lambda: None,
     stop: threading.Event | None = None,
     watch_interval: float = WATCH_INTERVAL,
 ) -> int:
@@ -69,6 +70,8 @@ def run_work(
     :param uri: The run's folder, as a URI for Spark.
     :param files: Access to small files of the same folder.
     :param arrow: Access to its data files where Hadoop has no file system for it.
+    :param check: Checks that executors read the folder, and raises a StagingError: called before
+        the first failure is recorded, or if there are no batches.
     :param stop: Set it to stop taking batches.
     :param watch_interval: Seconds between two checks for a later try.
     :raises OwnershipLost: If a later try has begun already.
@@ -86,6 +89,8 @@ def run_work(
                 )
         Ownership(files, work.name, work.try_number).check_try(fresh=True)
         say_started(files, work.name, work.try_number, WORK)
+        if not plans:
+            check()
         clock = _clock(pipeline, uri, files, work)
         stop = stop or threading.Event()
         application = Application(
@@ -97,6 +102,7 @@ def run_work(
             context=context_of(pipeline),
             ownership=Ownership(files, work.name, work.try_number, clock=clock),
             arrow=arrow,
+            check_executors=cache(check),
             stopping=stop.is_set,
         )
         return _Threads(application, plans, stop).run(watch_interval)

@@ -110,7 +110,7 @@ def check_executor(spark: Any, uri: str, path: str) -> None:
     """Reads a file in an executor, unless executors are the driver itself.
 
     :param spark: A session; one of Spark Connect reads it on the server, too.
-    :raises StagingError: Naming the folder, before any batch begins.
+    :raises StagingError: Naming the folder.
     """
     if not is_remote(spark) and re.match(r"local(\[|$)", spark.sparkContext.master):
         return

@@ -18,8 +18,9 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ from airflow_broadway.spark.files import (
 from airflow_broadway.spark.session import REFUSED, ClassicSessions, open_session
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from airflow_broadway.spark.arrow import ArrowFiles
 
 log = logging.getLogger("airflow_broadway.spark")
@@ -149,15 +152,12 @@ def _run(args: argparse.Namespace) -> int:
         context = spark.sparkContext
         ui = context.uiWebUrl or ""
         log.info("Spark application %s; its UI: %s", context.applicationId, ui)
-        if arrow is not None:
-            arrow.check_executor(spark, args.work)
         if files is None:
             set_s3a(spark, uri, options)
             files = open_files(uri, spark)
-        if arrow is None:
-            check_executor(spark, uri, args.work)
-        sessions = ClassicSessions(spark)
-        return run_work(sessions, uri, files, _read_work(files, args), arrow=arrow)
+        check = _executor_check(spark, uri, args.work, arrow)
+        work = _read_work(files, args)
+        return run_work(ClassicSessions(spark), uri, files, work, arrow=arrow, check=check)
     finally:
         with suppress(Exception):
             spark.stop()
@@ -181,14 +181,20 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
     try:
         log.info("Spark application %s; its UI: ", sessions.application_id)
         sessions.end_earlier(islice(open_batches(files, work), MOST_ENDED))
-        if arrow is not None:
-            arrow.check_executor(sessions.main, args.work)
-        else:
-            check_executor(sessions.main, uri, args.work)
-        return run_work(sessions, uri, files, work, arrow=arrow)
+        check = _executor_check(sessions.main, uri, args.work, arrow)
+        return run_work(sessions, uri, files, work, arrow=arrow, check=check)
     finally:
         with suppress(Exception):
             sessions.close()
+
+
+def _executor_check(
+    spark: SparkSession, uri: str, path: str, arrow: ArrowFiles | None
+) -> Callable[[], None]:
+    """Returns the function that reads a file of the run in an executor."""
+    if arrow is not None:
+        return partial(arrow.check_executor, spark, path)
+    return partial(check_executor, spark, uri, path)
 
 
 def _tries(files: Files, uri: str, work: Work) -> dict[int, str]:

@@ -19,7 +19,7 @@ import pytest
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.verdicts import Action
-from airflow_broadway.core.errors import PipelineError
+from airflow_broadway.core.errors import PipelineError, StagingError
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.formats.work import Work
@@ -971,6 +971,48 @@ def test_an_exception_that_ends_the_application_fails_no_batch(
     assert sorted(job.outcomes("default")) == ["b0"]
     assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
     assert result in caplog.text
+
+
+def _fails(messages: DataFrame, info: BatchInfo) -> None:
+    raise RuntimeError("a worker of Python does not start")
+
+
+def _catches(messages: DataFrame, info: BatchInfo) -> Any:
+    return failed(messages, reason="caught")
+
+
+@pytest.mark.parametrize("callback", [_fails, _catches])
+def test_no_failure_counts_while_executors_cannot_read_staging(job, caplog, callback):
+    plan = job.plan("default", pairs(2))
+    check = mock.Mock(side_effect=StagingError("an executor cannot read it"))
+
+    assert job.run(callback, plan, check=check) == 1
+
+    assert job.outcomes("default") == {}
+    assert caplog.text.count("an executor cannot read it") == 1
+    assert len(Counting.calls) == 1
+
+
+@pytest.mark.parametrize("callback", [_fails, _catches])
+def test_executors_are_checked_once_before_a_failure_counts(job, callback):
+    plan, check = job.plan("default", pairs(2)), mock.Mock(return_value=None)
+
+    assert job.run(callback, plan, check=check) == 0
+
+    assert [made.failed for made in job.outcomes("default").values()] == [2, 2]
+    check.assert_called_once_with()
+
+
+def test_successful_batches_need_no_check_of_executors(job):
+    plan, check = job.plan("default", pairs(2)), mock.Mock()
+    assert job.run(lambda messages, info: None, plan, check=check) == 0
+    check.assert_not_called()
+
+
+def test_work_without_batches_checks_executors(job):
+    check = mock.Mock(side_effect=StagingError("an executor cannot read it"))
+    with pytest.raises(StagingError, match="an executor cannot read it"):
+        job.run_work(job.work(Counting), check=check)
 
 
 def test_an_unwritable_folder_is_one_clear_error(job, caplog):

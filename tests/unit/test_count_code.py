@@ -16,7 +16,7 @@ REACHED = {
     "runs/": 5_649,
     "sensors/": 367,
     "sinks/": 1_117,
-    "spark/": 1_969,
+    "spark/": 1_980,
     "staging/": 4_310,
     "submit/": 555,
     "testing/": 3_776,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_138,
-    "tests and scripts": 72_842,
+    "package": 45_149,
+    "tests and scripts": 72_939,
 }
 
 MODULE = '''"""A module.

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import multiprocessing
 import shutil
+import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +20,10 @@ from airflow_broadway.runs.reading.batches import page_of_batches
 from airflow_broadway.runs.reading.overview import overview_of
 from airflow_broadway.staging.run_folder import SETTLED, StagedRun
 from airflow_broadway.staging.store import Store
+from tests import release_files
+from tests.release_files import COUNT, run_of_release
+from tests.unit.runs.steps import Run, balanced
+from tests.unit.runs.test_sinks import GOOD, batch, numbers
 
 RELEASES = sorted((Path(__file__).parents[1] / "fixtures").glob("release-*"))
 
@@ -53,6 +62,53 @@ def test_settled_generation_is_not_settled_again(run):
 
     assert generation.state == run.state(generation.generation) == SETTLED
     assert run.manifest(generation.generation) is not None
+
+
+@pytest.fixture(params=RELEASES, ids=lambda folder: folder.name)
+def dead_runs(request, tmp_path_factory) -> Iterator[None]:
+    """The folder of a release's dead runs, where they wrote it."""
+    folder = release_files.FOLDER
+    with folder.with_suffix(".lock").open("w") as lock:  # another suite's
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(folder, ignore_errors=True)
+        with tarfile.open(request.param / "runs.tar.gz") as archive:
+            archive.extractall(folder, filter="data")
+        yield
+        shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("dead_runs")
+def test_dead_runs_of_a_release_are_settled_and_each_row_is_there_once():
+    # Given runs of a release: one committed rows that it did not settle, one died at its commits
+    # When the present code receives what they left
+    pulled = in_child(next_process)
+    in_child(next_batch, pulled)
+    run = next_run()
+    balanced(run.ack())
+
+    # Then each message of the three runs has one row, or is one dead letter
+    dead = [number for number in range(1, COUNT + 1) if number not in GOOD]
+    assert numbers(run) == sorted(GOOD * 3)
+    assert run.dead() == sorted(dead * 3)
+    assert run.depth() == (0, 0, 0, 3 * len(dead))
+
+
+def next_run() -> Run:
+    return run_of_release("manual__4", ["manual__1", "manual__2", "manual__3"])
+
+
+def next_process() -> dict[str, Any]:
+    return next_run().process()
+
+
+def next_batch(pulled: dict[str, Any]) -> None:
+    batch(next_run(), pulled)
+
+
+def in_child(step: Callable[..., Any], *args: Any) -> Any:
+    """Runs a step in a process of its own, as Airflow does: deltalake permits no fork after use."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(step, args)
 
 
 def test_file_of_a_newer_format_names_the_release_to_use():

@@ -42,7 +42,7 @@ def test_other_files_need_a_session_with_a_jvm(session):
         open_files("s3a://bucket/run", session)
 
 
-def test_executor_without_the_staging_root_is_found_before_the_first_batch():
+def test_check_of_an_executor_without_the_staging_root_names_it():
     # Given a cluster whose executors do not see the folder
     spark = mock.Mock()
     spark.sparkContext.master = "spark://host:7077"
