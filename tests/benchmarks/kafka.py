@@ -92,7 +92,8 @@ def stages(server: KafkaServer, count: int) -> Iterator[tuple[str, Measurement]]
     for name, order in (("process", "partition"), ("process.unordered", "none")):
         with temporary_folder() as folder:
             arguments = stage_arguments(server, folder, topic, order)
-            yield name, to_measurement(count, run_stage("process", **arguments))
+            stage = run_stage("process", max_messages=count, **arguments)
+            yield name, to_measurement(count, stage)
             if order == "partition":
                 run_batches(arguments)
                 yield "settle", to_measurement(count, run_stage("settle", **arguments))
@@ -177,8 +178,8 @@ def source(bootstrap: str, topic: str, count: int) -> Measurement:
         def work() -> int:
             opened = producer.source(env)
             got = 0
-            while messages := opened.secure(opened.receive(1_000, timeout=1.0)):
-                got += len(messages)
+            while got < count:
+                got += len(opened.secure(opened.receive(1_000, timeout=5.0)))
             opened.stop()
             opened.close()
             return got
