@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import chain, zip_longest
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ def run_work(
     work: Work,
     *,
     arrow: ArrowFiles | None = None,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[Pipeline], None] = lambda pipeline: None,
     stop: threading.Event | None = None,
     watch_interval: float = WATCH_INTERVAL,
 ) -> int:
@@ -70,8 +70,7 @@ def run_work(
     :param uri: The run's folder, as a URI for Spark.
     :param files: Access to small files of the same folder.
     :param arrow: Access to its data files where Hadoop has no file system for it.
-    :param check: Checks that executors read the folder, and raises a StagingError: called before
-        the first failure is recorded, or if there are no batches.
+    :param check: Checks that executors can do the work, before anything else.
     :param stop: Set it to stop taking batches.
     :param watch_interval: Seconds between two checks for a later try.
     :raises OwnershipLost: If a later try has begun already.
@@ -87,10 +86,9 @@ def run_work(
                     f"the plan {plan.path} is for the batcher {plan.batcher!r}, which the pipeline"
                     f" {pipeline.name!r} does not have (it has {sorted(pipeline.batchers)})"
                 )
+        check(pipeline)
         Ownership(files, work.name, work.try_number).check_try(fresh=True)
         say_started(files, work.name, work.try_number, WORK)
-        if not plans:
-            check()
         clock = _clock(pipeline, uri, files, work)
         stop = stop or threading.Event()
         application = Application(
@@ -102,7 +100,6 @@ def run_work(
             context=context_of(pipeline),
             ownership=Ownership(files, work.name, work.try_number, clock=clock),
             arrow=arrow,
-            check_executors=cache(check),
             stopping=stop.is_set,
         )
         return _Threads(application, plans, stop).run(watch_interval)

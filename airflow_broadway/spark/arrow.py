@@ -47,7 +47,7 @@ class ArrowFiles(Folder):
     def check_executor(self, spark: SparkSession, path: str) -> None:
         """Reads a file in an executor.
 
-        :raises StagingError: Naming what the executor lacks.
+        :raises StagingError: Naming what the executor lacks, before any batch begins.
         """
         uri, options = self._uri, client_options(self.store.fs)
 

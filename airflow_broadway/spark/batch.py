@@ -4,9 +4,8 @@ Safeguards against wrong outcomes:
 
 * The run must own its messages: this is checked before the callback, and again before the outcome
   is written.
-* An exception of the callback fails the batch, unless Spark is lost, its executors cannot read
-  staging, or the application is being stopped.  Then nothing is recorded, and a retry runs the
-  batch again under the same id.
+* An exception of the callback fails the batch, unless Spark is lost or the application is being
+  stopped.  Then nothing is recorded, and a retry runs the batch again under the same id.
 * Unreadable rows of a failed batch affect this batch only.  It fails without ``handle_failed``,
   whose arguments they are.  If even the columns for settlement are unreadable, the batch has no
   outcome; neither has a batch whose files are missing.
@@ -81,7 +80,6 @@ class Application:
     :param files: Access to small files of the same folder.
     :param arrow: Access to its data files where Hadoop has no file system for it.
     :param context: The ``context`` argument of callbacks.
-    :param check_executors: Raises a StagingError if executors cannot read the folder.
     :param stopping: Returns whether the application is being stopped.
     :param host: The driver's host, for messages.
     :param connections: Resolves the connections of sinks.
@@ -95,7 +93,6 @@ class Application:
     context: Any
     ownership: Ownership
     arrow: ArrowFiles | None = None
-    check_executors: Callable[[], None] = lambda: None
     stopping: Callable[[], bool] = lambda: False
     host: str = field(default_factory=socket.gethostname)
     connections: Connections = field(default_factory=EnvironmentConnections)
@@ -103,8 +100,6 @@ class Application:
     def check_alive(self, cause: BaseException | None = None) -> None:
         """Checks that outcomes may be recorded.
 
-        :param cause: The error for which messages fail.
-        :raises StagingError: If there is one, and executors cannot read staging.
         :raises Stopped: If the application is being stopped.
         :raises SparkLost: If Spark is lost: see :meth:`Sessions.why_lost`.
         """
@@ -113,8 +108,6 @@ class Application:
         loss = self.sessions.why_lost(cause)
         if loss:
             raise SparkLost(loss) from cause
-        if cause is not None:
-            self.check_executors()
 
 
 class BatchRunner:
@@ -184,8 +177,6 @@ class _Batch:
         """Handles the batch and records its outcome; see :meth:`BatchRunner.run`."""
         rows, result = self._run_callback()
         exceptions, counts, whole = self._write_exceptions(result)
-        if counts.failed or counts.missing:  # a callback may have caught the error
-            self._app.check_executors()
         size, committed = self._planned.size, False
         if rows is not None and whole is None and counts.failed + counts.missing < size:
             try:

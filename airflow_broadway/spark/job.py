@@ -18,9 +18,8 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +41,7 @@ from airflow_broadway.spark.files import (
 from airflow_broadway.spark.session import REFUSED, ClassicSessions, open_session
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
+    from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.spark.arrow import ArrowFiles
 
 log = logging.getLogger("airflow_broadway.spark")
@@ -152,12 +150,15 @@ def _run(args: argparse.Namespace) -> int:
         context = spark.sparkContext
         ui = context.uiWebUrl or ""
         log.info("Spark application %s; its UI: %s", context.applicationId, ui)
+        if arrow is not None:
+            arrow.check_executor(spark, args.work)
         if files is None:
             set_s3a(spark, uri, options)
             files = open_files(uri, spark)
-        check = _executor_check(spark, uri, args.work, arrow)
-        work = _read_work(files, args)
-        return run_work(ClassicSessions(spark), uri, files, work, arrow=arrow, check=check)
+        if arrow is None:
+            check_executor(spark, uri, args.work)
+        sessions = ClassicSessions(spark)
+        return run_work(sessions, uri, files, _read_work(files, args), arrow=arrow)
     finally:
         with suppress(Exception):
             spark.stop()
@@ -181,20 +182,25 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
     try:
         log.info("Spark application %s; its UI: ", sessions.application_id)
         sessions.end_earlier(islice(open_batches(files, work), MOST_ENDED))
-        check = _executor_check(sessions.main, uri, args.work, arrow)
+
+        def check(pipeline: Pipeline) -> None:
+            if arrow is not None:
+                arrow.check_executor(sessions.main, args.work)
+            else:
+                check_executor(sessions.main, uri, args.work, python=_needs_python(pipeline))
+
         return run_work(sessions, uri, files, work, arrow=arrow, check=check)
     finally:
         with suppress(Exception):
             sessions.close()
 
 
-def _executor_check(
-    spark: SparkSession, uri: str, path: str, arrow: ArrowFiles | None
-) -> Callable[[], None]:
-    """Returns the function that reads a file of the run in an executor."""
-    if arrow is not None:
-        return partial(arrow.check_executor, spark, path)
-    return partial(check_executor, spark, uri, path)
+def _needs_python(pipeline: Pipeline) -> bool:
+    """Returns whether executors may run Python, whose start takes a second on a server."""
+    sinks = [batcher.sink for batcher in pipeline.batchers.values() if batcher.engine == "spark"]
+    return pipeline.defines("handle_batch") or any(
+        sink is None or sink.executor_python for sink in sinks
+    )
 
 
 def _tries(files: Files, uri: str, work: Work) -> dict[int, str]:

@@ -973,46 +973,17 @@ def test_an_exception_that_ends_the_application_fails_no_batch(
     assert result in caplog.text
 
 
-def _fails(messages: DataFrame, info: BatchInfo) -> None:
-    raise RuntimeError("a worker of Python does not start")
-
-
-def _catches(messages: DataFrame, info: BatchInfo) -> Any:
-    return failed(messages, reason="caught")
-
-
-@pytest.mark.parametrize("callback", [_fails, _catches])
-def test_no_failure_counts_while_executors_cannot_read_staging(job, caplog, callback):
-    plan = job.plan("default", pairs(2))
+def test_nothing_begins_while_executors_cannot_read_staging(job):
+    plan = job.plan("default", pairs(1))
     check = mock.Mock(side_effect=StagingError("an executor cannot read it"))
 
-    assert job.run(callback, plan, check=check) == 1
-
-    assert job.outcomes("default") == {}
-    assert caplog.text.count("an executor cannot read it") == 1
-    assert len(Counting.calls) == 1
-
-
-@pytest.mark.parametrize("callback", [_fails, _catches])
-def test_executors_are_checked_once_before_a_failure_counts(job, callback):
-    plan, check = job.plan("default", pairs(2)), mock.Mock(return_value=None)
-
-    assert job.run(callback, plan, check=check) == 0
-
-    assert [made.failed for made in job.outcomes("default").values()] == [2, 2]
-    check.assert_called_once_with()
-
-
-def test_successful_batches_need_no_check_of_executors(job):
-    plan, check = job.plan("default", pairs(2)), mock.Mock()
-    assert job.run(lambda messages, info: None, plan, check=check) == 0
-    check.assert_not_called()
-
-
-def test_work_without_batches_checks_executors(job):
-    check = mock.Mock(side_effect=StagingError("an executor cannot read it"))
     with pytest.raises(StagingError, match="an executor cannot read it"):
-        job.run_work(job.work(Counting), check=check)
+        job.run(lambda messages, info: None, plan, check=check)
+
+    assert (Counting.calls, job.outcomes("default")) == ([], {})
+    assert not (job.root / paths.of_try("handle_batches", 1, kind="started")).exists()
+    [(pipeline,)] = [call.args for call in check.call_args_list]
+    assert isinstance(pipeline, Counting)
 
 
 def test_an_unwritable_folder_is_one_clear_error(job, caplog):

@@ -9,13 +9,13 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 914,
     "cli/": 1_508,
-    "core/": 8_577,
+    "core/": 8_578,
     "hooks/": 75,
     "operators/": 812,
     "plugin/": 1_900,
     "runs/": 5_649,
     "sensors/": 367,
-    "sinks/": 1_117,
+    "sinks/": 1_118,
     "spark/": 1_980,
     "staging/": 4_310,
     "submit/": 555,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_149,
-    "tests and scripts": 72_940,
+    "package": 45_159,
+    "tests and scripts": 72_963,
 }
 
 MODULE = '''"""A module.

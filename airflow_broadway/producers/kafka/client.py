@@ -54,6 +54,8 @@ _RETRY_INTERVAL: Final = 0.2
 #: Timeouts of a request, one after another, before an election counts as failed; 60 seconds by
 #: default, as ``default.api.timeout.ms`` of Kafka's own clients.
 _ELECTION_TIMEOUTS: Final = 3
+#: The timeout of one request to a partition's leader, in seconds; it may be dead.
+_LEADER_TIMEOUT: Final = 5.0
 #: Errors of a leader or coordinator that is moving: retriable by Kafka's protocol, but not reported
 #: so by the client.  A request to a leader that died times out if the election takes longer.
 _PASSING: Final = (
@@ -226,9 +228,19 @@ class Cluster:
         if self._assigned and self._observer is None:
             self._observer = self._consumer()
         asked = self._observer or self.consumer
+        timeout = min(_LEADER_TIMEOUT, self._timeout)
+
+        def request() -> Any:
+            try:
+                return asked.get_watermark_offsets(partition, timeout=timeout)
+            except self._kafka.KafkaException:
+                # A client that has no partitions does not look for another leader by itself.
+                with suppress(self._kafka.KafkaException):
+                    asked.list_topics(place[0], timeout=timeout)
+                raise
+
         ends: tuple[int, int] = self._send_request(
-            lambda: asked.get_watermark_offsets(partition, timeout=self._timeout),
-            f"the ends of {place[0]}-{place[1]} cannot be read",
+            request, f"the ends of {place[0]}-{place[1]} cannot be read"
         )
         return ends
 

@@ -9,6 +9,7 @@ import pytest
 
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats.files import LocalFiles
+from airflow_broadway.spark import files
 from airflow_broadway.spark.files import (
     HadoopFiles,
     check_executor,
@@ -42,7 +43,7 @@ def test_other_files_need_a_session_with_a_jvm(session):
         open_files("s3a://bucket/run", session)
 
 
-def test_check_of_an_executor_without_the_staging_root_names_it():
+def test_executor_without_the_staging_root_is_found_before_the_first_batch():
     # Given a cluster whose executors do not see the folder
     spark = mock.Mock()
     spark.sparkContext.master = "spark://host:7077"
@@ -59,6 +60,17 @@ def test_check_of_an_executor_without_the_staging_root_names_it():
     # Then only executors of its own process need no look
     spark.sparkContext.master = "local[2]"
     check_executor(spark, "file:///a", "work/t.json")
+
+
+@pytest.mark.parametrize("python", [True, False])
+def test_python_of_a_server_is_checked_if_it_may_be_needed(monkeypatch, python):
+    monkeypatch.setattr(files, "is_remote", lambda spark: True)
+    spark = mock.Mock()
+    rows = spark.read.text.return_value.limit.return_value
+    check_executor(spark, "file:///a", "work/t.json", python=python)
+    read = rows.mapInArrow.return_value if python else rows
+    read.first.assert_called_once_with()
+    assert rows.mapInArrow.called is python
 
 
 def hadoop(uri: str, *, conditional: bool) -> HadoopFiles:

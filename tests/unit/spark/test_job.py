@@ -12,11 +12,12 @@ from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.parts import record_split
 from airflow_broadway.core.formats.work import Work
+from airflow_broadway.sinks import DeltaTable, ParquetFolder, PostgresTable
 from airflow_broadway.spark import job, launcher
 from airflow_broadway.spark.application import open_batches
 from airflow_broadway.spark.session import REFUSED
 from tests.unit.planned import planned_batch
-from tests.unit.spark.pipelines import Counting
+from tests.unit.spark.pipelines import Counting, Without
 from tests.unit.spark.plans import Planned, Staged, rows
 
 
@@ -53,6 +54,28 @@ def test_spark_connect_without_remote_is_refused(tmp_path, monkeypatch, caplog):
     arguments = ["--run", f"file://{tmp_path}", "--work", paths.of_try("t", 1)]
     assert job.main([*arguments, "--sha256", work.digest]) == REFUSED
     assert "SPARK_REMOTE is set for the driver: to use Spark Connect, set remote=" in caplog.text
+
+
+class OwnSink(ParquetFolder):
+    """A user's sink, which may run Python on executors."""
+
+    executor_python = True
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "sink", "needed"),
+    [
+        (Counting, ParquetFolder(path="/lake"), True),
+        (Without, ParquetFolder(path="/lake"), False),
+        (Without, DeltaTable(path="/lake"), False),
+        (Without, PostgresTable(table="public.rows"), False),
+        (Without, OwnSink(path="/lake"), True),
+        (Without, None, True),
+    ],
+)
+def test_executors_need_python_for_callbacks_and_unknown_sinks(pipeline, sink, needed):
+    made = pipeline(batchers={"default": {"sink": sink}})
+    assert job._needs_python(made) is needed
 
 
 def test_batches_that_an_earlier_try_may_have_in_hand(tmp_path):

@@ -11,15 +11,20 @@ from airflow_broadway.producers.kafka import KafkaProducer, client
 
 
 class Consumer:
-    """A consumer whose first requests for watermark offsets fail."""
+    """A consumer whose first requests for watermark offsets fail; it finds no leader by itself."""
 
     def __init__(self, *codes: int) -> None:
         self._codes = list(codes)
+        self._stale = False
 
     def get_watermark_offsets(self, partition: object, timeout: float) -> tuple[int, int]:
-        if self._codes:
+        if self._codes or self._stale:
+            self._stale = True
             raise KafkaException(KafkaError(self._codes.pop(0)))
         return 3, 7
+
+    def list_topics(self, topic: str, timeout: float) -> None:
+        self._stale = False
 
     def poll(self, timeout: float) -> None:
         return None
