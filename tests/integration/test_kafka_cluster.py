@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
 import pytest
 
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.verdicts import Action, Verdict
+from airflow_broadway.producers.kafka.client import Cluster
 from tests.kafka_fixtures import skip_without_apache_kafka
 from tests.kafka_group import KafkaGroup
 from tests.kafka_server import ApacheKafka
@@ -58,3 +62,36 @@ def test_one_of_three_brokers_is_killed_and_nothing_is_lost(cluster, tmp_path):
     cluster.run_node(leader)
     group.fill(3, start=303)
     assert len(group.drain()) == 3
+
+
+def test_offsets_are_asked_of_the_new_leader_by_a_client_that_never_reached_the_old_one(
+    cluster, tmp_path
+):
+    # Given a dead leader of a partition, but the coordinator of the group, whose connection would
+    # make the client look for leaders
+    group = KafkaGroup(cluster, tmp_path, partitions=3)
+    group.fill(300)
+    with closing(Cluster(group.producer(), group.env("first"))) as client:
+        client.committed([(group.topic, 0)])
+    topics = cluster.admin().list_topics(timeout=30).topics
+    [coordinator] = [p.leader for p in topics["__consumer_offsets"].partitions.values()]
+    number, leader = next(
+        (number, partition.leader)
+        for number, partition in topics[group.topic].partitions.items()
+        if partition.leader != coordinator
+    )
+    cluster.kill_node(leader)
+
+    # When other clients ask before there is another leader
+    place = (group.topic, number)
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        clients = [
+            stack.enter_context(closing(Cluster(group.producer(), group.env("second"))))
+            for _ in range(2)
+        ]
+        ends = pool.submit(clients[0].ends, place)
+        first = pool.submit(clients[1].at_timestamp, [place], 0.0)
+
+        # Then they wait for it
+        assert ends.result(90) == (0, 100)
+        assert first.result(90) == {place: 0}

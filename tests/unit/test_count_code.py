@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_159,
-    "tests and scripts": 72_963,
+    "package": 45_162,
+    "tests and scripts": 73_010,
 }
 
 MODULE = '''"""A module.

@@ -54,8 +54,8 @@ _RETRY_INTERVAL: Final = 0.2
 #: Timeouts of a request, one after another, before an election counts as failed; 60 seconds by
 #: default, as ``default.api.timeout.ms`` of Kafka's own clients.
 _ELECTION_TIMEOUTS: Final = 3
-#: The timeout of one request to a partition's leader, in seconds; it may be dead.
-_LEADER_TIMEOUT: Final = 5.0
+#: Requests to a partition's leader in one timeout: it may be dead.
+_LEADER_ATTEMPTS: Final = 4
 #: Errors of a leader or coordinator that is moving: retriable by Kafka's protocol, but not reported
 #: so by the client.  A request to a leader that died times out if the election takes longer.
 _PASSING: Final = (
@@ -228,19 +228,11 @@ class Cluster:
         if self._assigned and self._observer is None:
             self._observer = self._consumer()
         asked = self._observer or self.consumer
-        timeout = min(_LEADER_TIMEOUT, self._timeout)
-
-        def request() -> Any:
-            try:
-                return asked.get_watermark_offsets(partition, timeout=timeout)
-            except self._kafka.KafkaException:
-                # A client that has no partitions does not look for another leader by itself.
-                with suppress(self._kafka.KafkaException):
-                    asked.list_topics(place[0], timeout=timeout)
-                raise
-
+        timeout = self._timeout / _LEADER_ATTEMPTS
         ends: tuple[int, int] = self._send_request(
-            request, f"the ends of {place[0]}-{place[1]} cannot be read"
+            lambda: asked.get_watermark_offsets(partition, timeout=timeout),
+            f"the ends of {place[0]}-{place[1]} cannot be read",
+            asked,
         )
         return ends
 
@@ -256,15 +248,22 @@ class Cluster:
     def at_timestamp(self, places: Iterable[Place], seconds: float) -> dict[Place, int]:
         """Returns the first offset with a timestamp at or after ``seconds``; -1: none."""
         request = [self._kafka.TopicPartition(*place, round(seconds * 1000)) for place in places]
+        timeout = self._timeout / _LEADER_ATTEMPTS
         answer = self._send_request(
-            lambda: self.consumer.offsets_for_times(request, timeout=self._timeout),
+            lambda: self.consumer.offsets_for_times(request, timeout=timeout),
             "offsets cannot be looked up by a timestamp",
         )
         return {(row.topic, row.partition): max(-1, row.offset) for row in answer}
 
-    def _send_request(self, request: Callable[[], Any], action: str) -> Any:
+    def _send_request(
+        self,
+        request: Callable[[], Any],
+        action: str,
+        client: confluent_kafka.Consumer | None = None,
+    ) -> Any:
         """Sends a request, and retries it during leader elections.
 
+        :param client: The client that sends it; by default :attr:`consumer`.
         :raises ProducerError: The error of the request, or of one of its partitions.
         """
         end = time.monotonic() + _ELECTION_TIMEOUTS * self._timeout
@@ -280,6 +279,9 @@ class Cluster:
             passing = error.retriable() or error.name() in _PASSING
             if not passing or time.monotonic() + _RETRY_INTERVAL > end:
                 raise self.error(error, action)
+            # It looks for new leaders by itself only if it was connected to the old one.
+            with suppress(self._kafka.KafkaException):
+                (client or self.consumer).list_topics(timeout=self._timeout / _LEADER_ATTEMPTS)
             time.sleep(_RETRY_INTERVAL)
 
     # -- administration ------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Consumer:
             raise KafkaException(KafkaError(self._codes.pop(0)))
         return 3, 7
 
-    def list_topics(self, topic: str, timeout: float) -> None:
+    def list_topics(self, timeout: float) -> None:
         self._stale = False
 
     def poll(self, timeout: float) -> None:
