@@ -26,6 +26,7 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.broker
 
 RETRY = Verdict(Action.RETRY, 0.0, "again", "process")
+DEAD = Verdict(Action.DEAD_LETTER, reason="no", stage="process")
 
 
 # ------------------------------------------------------------------------------- a new group
@@ -180,9 +181,10 @@ def test_a_reset_during_a_run_counts_and_lapses_its_messages(kafka, group):
     kafka.commit(group.group, group.topic, 0, 2)
     assert group.drain() == []  # the run holds the partition
 
-    report = group.settle(lease, messages)
+    report = group.settle(lease, messages, {messages[0].message_id: DEAD})
 
-    assert (report.acked, report.lapsed) == (0, 4)
+    assert (report.acked, report.dead_lettered, report.lapsed) == (0, 0, 4)
+    assert kafka.bodies(group.letters) == []  # it comes again
     assert (
         "was reset from 6 to 2 while a run held its messages: the reset counts"
         in (report.errors[0])

@@ -93,7 +93,8 @@ def test_server_is_checked_by_what_the_pipeline_needs(tmp_path, monkeypatch, nee
     # Given a work file for a Spark Connect server, and a pipeline that needs Python there, or not
     pipeline = object()
     monkeypatch.setenv(VARIABLE, Server(url="sc://host").dumps())
-    monkeypatch.setattr(job, "ConnectSessions", Mock())
+    sessions = Mock()
+    monkeypatch.setattr(job, "ConnectSessions", lambda *_: sessions)
     monkeypatch.setattr(job, "_needs_python", lambda loaded: loaded is pipeline and needed)
     monkeypatch.setattr(application, "run_work", lambda *_, check, **__: check(pipeline) or 0)
     check = Mock(return_value=None)
@@ -103,7 +104,7 @@ def test_server_is_checked_by_what_the_pipeline_needs(tmp_path, monkeypatch, nee
     uri, path = f"file://{tmp_path}", paths.of_try("t", 1)
     assert job.main(["--run", uri, "--work", path, "--sha256", work.digest]) == 0
 
-    check.assert_called_once_with(job.ConnectSessions.return_value.main, uri, path, python=needed)
+    check.assert_called_once_with(sessions.main, uri, path, python=needed)
 
 
 def test_batches_that_an_earlier_try_may_have_in_hand(tmp_path):
