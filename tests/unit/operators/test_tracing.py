@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from airflow_broadway import Batcher, Broadway, Message
+from airflow_broadway import Batcher, Broadway, Message, Processors
 from airflow_broadway.adapters import tracing
 from airflow_broadway.core import telemetry
 from airflow_broadway.operators.batch import BroadwayBatcherOperator
@@ -21,6 +21,7 @@ from tests.unit.operators.context import task_context
 
 class Orders(Broadway):
     producer = SqliteProducer(queue="orders", path="/given")
+    processors = Processors(concurrency=1)  # processes the messages in the queue's order
     batchers = {"default": Batcher(engine="python")}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
