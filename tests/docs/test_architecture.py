@@ -1,4 +1,4 @@
-"""``docs/architecture.md`` draws the tree as it is, and names functions that are there."""
+"""``CONTRIBUTING.md`` draws the tree as it is; ``docs/architecture.md`` names what exists."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import pytest
 import airflow_broadway
 
 PACKAGE = Path(airflow_broadway.__file__).parent
-TEXT = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 #: The most modules of a folder that fit one listing.
 MOST = 22
 
 
 def drawn() -> dict[str, set[str]]:
     """Folder → its modules, as the document has them: ``folder/   name · name``."""
-    [tree] = re.findall(r"^## Modules\n+```\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    [tree] = re.findall(r"^## Modules\n+```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     folders: dict[str, set[str]] = {}
     folder = ""
     for line in tree.splitlines():
