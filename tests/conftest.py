@@ -12,14 +12,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.kafka_fixtures import apache_kafka, kafka, kafka_mock
-from tests.order import Together, longest_first
+from tests.order import Together, choose_cases, longest_first
 from tests.pubsub_fixtures import pubsub, pubsub_emulator, pubsub_stub
+from tests.server_process import at_end
 
 __all__ = ["apache_kafka", "kafka", "kafka_mock", "pubsub", "pubsub_emulator", "pubsub_stub"]
 
-# Airflow and all that is collected stay for good: to walk through them as often as Python does by
-# itself takes a tenth of the tests' time.
-gc.set_threshold(20_000, 20, 20)
+# To walk through all objects as often as Python does by itself takes a tenth of the tests' time; to
+# walk less often lets a process grow by gigabytes, as clients of AWS are cycles.
+gc.set_threshold(20_000, 10, 5)
 
 # The same examples each time, and no limit of time: a test never fails because a machine is busy.
 settings.register_profile(
@@ -48,9 +49,23 @@ if (
     _own_home(os.environ["PYTEST_XDIST_WORKER"])
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Ends the servers of this process."""
+    at_end.close()
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the longest files begin."""
+    choose_cases(items)
     longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """Excludes what is loaded by now from the garbage collector's walks."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -5,13 +5,12 @@ The fixture ``kafka`` is Apache Kafka where its jars exist, else librdkafka's mo
 
 from __future__ import annotations
 
-import atexit
 from functools import cache
 
 import pytest
 
 from tests.kafka_server import ApacheKafka, KafkaServer, MockKafka, find_jars, nearest_kafka
-from tests.server_process import session_folder
+from tests.server_process import at_end, session_folder
 
 __all__ = [
     "apache_kafka",
@@ -29,9 +28,9 @@ on_apache_kafka = pytest.mark.usefixtures("apache_kafka")
 
 @cache
 def session_kafka(kind: type[KafkaServer]) -> KafkaServer:
-    """Starts the server of this process, once; it ends at exit."""
+    """Starts the server of this process, once; it ends with the session."""
     server = kind.start(session_folder(f"kafka-{kind.kind}"))
-    atexit.register(server.kill)
+    at_end.callback(server.kill)
     return server
 
 

@@ -1,10 +1,11 @@
-"""Which files of tests begin, and which of them go to one process.
+"""Which cases are slow, which files of tests begin, and which of them go to one process.
 
 With a few processes, the last file to begin decides the end.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,37 @@ ONE_SPARK = (
 )
 
 
+#: A file whose tests share nothing, and take longer together than a process should.
+SPREAD = "crashes/test_crashes.py"
+
+
 class Together(LoadFileScheduling):  # type: ignore[misc]
-    """``--dist loadfile``, but that the files of :data:`ONE_SPARK` go to one process."""
+    """``--dist loadfile``, but that the files of :data:`ONE_SPARK` go to one process, and each test
+    of :data:`SPREAD` to any.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        file = str(super()._split_scope(nodeid))
-        return "one Spark" if file.removeprefix("tests/") in ONE_SPARK else file
+        file = str(super()._split_scope(nodeid)).removeprefix("tests/")
+        if file == SPREAD:
+            return nodeid
+        return "one Spark" if file in ONE_SPARK else file
+
+
+def choose_cases(items: list[pytest.Item]) -> None:
+    """Marks the cases of a test as slow, but for the number that its mark ``cases`` names.
+
+    These are spread evenly over all of them.
+    """
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("cases"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        [mark] = cases[0].iter_markers("cases")
+        kept = {place * len(cases) // mark.args[0] for place in range(mark.args[0])}
+        for place, item in enumerate(cases):
+            if place not in kept:
+                item.add_marker("slow")
 
 
 def longest_first(items: list[pytest.Item]) -> None:

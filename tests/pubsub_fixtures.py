@@ -5,22 +5,21 @@ A test with the fixture ``pubsub`` runs on the stub, and on the emulator where i
 
 from __future__ import annotations
 
-import atexit
 from functools import cache
 
 import pytest
 
 from tests.pubsub_server import Emulator, StubServer, find_emulator
-from tests.server_process import session_folder
+from tests.server_process import at_end, session_folder
 
 __all__ = ["pubsub", "pubsub_emulator", "pubsub_stub", "session_emulator", "wanted_emulator"]
 
 
 @cache
 def session_emulator() -> Emulator:
-    """Starts the emulator of this process, once; it ends at exit."""
+    """Starts the emulator of this process, once; it ends with the session."""
     server = Emulator(session_folder("pubsub")).run()
-    atexit.register(server.stop)
+    at_end.callback(server.stop)
     return server
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from functools import cache
 
 import pytest
 
 from tests.rabbitmq_server import RabbitServer, find_server, given_url
-from tests.server_process import session_folder
+from tests.server_process import at_end, session_folder
 
 __all__ = ["in_ci", "session_server", "skip_without_own_server", "wanted_server"]
 
@@ -21,9 +20,9 @@ def in_ci() -> bool:
 
 @cache
 def session_server() -> RabbitServer:
-    """Starts the server of this process, once; it ends at exit."""
+    """Starts the server of this process, once; it ends with the session."""
     server = RabbitServer.start(session_folder("rabbitmq"))
-    atexit.register(server.stop)
+    at_end.callback(server.stop)
     return server
 
 

@@ -1,4 +1,7 @@
-"""Servers of the tests, as child processes of this one: started, awaited, ended at exit."""
+"""Servers of the tests, as child processes of this one: started, awaited, ended with the session.
+
+pytest-xdist kills a worker that takes more than ten seconds from the session's end to its exit.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,18 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+#: Called, the last one first, at the end of the test session, or else at the exit of this process.
+at_end = ExitStack()
+atexit.register(at_end.close)
 
 
 def session_folder(name: str) -> Path:
-    """Creates a folder that is removed at the exit of this process."""
+    """Creates a folder that is removed with the session."""
     folder = Path(tempfile.mkdtemp(prefix=f"broadway-{name}-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    at_end.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 from functools import cache
 
 import pytest
 
 from tests.rabbitmq_fixtures import in_ci
-from tests.server_process import session_folder
+from tests.server_process import at_end, session_folder
 from tests.sqs_server import SqsServer, given_url
 
 __all__ = ["session_sqs", "wanted_sqs"]
@@ -17,9 +16,9 @@ __all__ = ["session_sqs", "wanted_sqs"]
 
 @cache
 def session_sqs() -> SqsServer:
-    """Starts the server of this process, once; it ends at exit."""
+    """Starts the server of this process, once; it ends with the session."""
     server = SqsServer.start(session_folder("sqs"))
-    atexit.register(server.stop)
+    at_end.callback(server.stop)
     return server
 
 

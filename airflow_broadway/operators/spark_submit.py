@@ -82,7 +82,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         (templated)
     :param staging: URI of the staging root; by default ``[broadway] staging``. (templated)
     :param check_pipeline: Whether to load the pipeline in a child process, as the driver will,
-        before Spark is started.
+        before a JVM starts; not with Spark Connect, whose driver has none.
     :param staging_client: How the driver and executors read a staging root that is no ``file://``:
         ``"hadoop"`` by Spark's Hadoop file systems, ``"arrow"`` by fsspec and Arrow, ``"auto"`` by
         Hadoop where it has a file system for the root's scheme, else by Arrow.
@@ -207,6 +207,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
             the staging root; includes the last error of its log.
         """
         from airflow_broadway.staging.run_folder import StagedRun
+        from airflow_broadway.submit.hook import last_error
 
         info = RunInfo(dag_id=f"check-{uuid.uuid4().hex}", run_id="check")
         run = StagedRun(store, pipeline=pipeline.name, dag_id=info.dag_id, run_id=info.run_id)
@@ -235,7 +236,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
             if not run.files.exists(paths.of_try(work.name, work.try_number, kind="started")):
                 raise StagingError(f"the Spark driver does not write to {store.uri}")
         except AirflowException as error:
-            reason = next((line for line in reversed(lines) if " ERROR " in line), error)
+            reason = last_error(lines) or error
             raise StagingError(f"the Spark driver of {self.task_id} failed: {reason}") from error
         finally:
             run.dag.remove_all()

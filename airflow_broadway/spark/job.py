@@ -53,6 +53,10 @@ MIN_SPARK = (3, 5)
 MOST_ENDED = 100
 #: The variable with the options of staging's client, as JSON: they may include credentials.
 CLIENT_VARIABLE = "AIRFLOW_BROADWAY_STAGING_CLIENT"
+_IMPORTS_AIRFLOW = (
+    "The pipeline's module imports Airflow: that costs the driver seconds, and fails where it is"
+    " not installed."
+)
 
 
 def arguments_of(
@@ -115,10 +119,7 @@ def _check(reference: str) -> int:
         print(error, file=sys.stderr)  # noqa: T201 - read by the operator
         return REFUSED
     if "airflow" in sys.modules:
-        print(  # noqa: T201
-            "The pipeline's module imports Airflow: that costs the driver seconds, and fails where"
-            " it is not installed."
-        )
+        print(_IMPORTS_AIRFLOW)  # noqa: T201
     return 0
 
 
@@ -184,6 +185,8 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
         sessions.end_earlier(islice(open_batches(files, work), MOST_ENDED))
 
         def check(pipeline: Pipeline) -> None:
+            if "airflow" in sys.modules:
+                log.warning(_IMPORTS_AIRFLOW)
             if arrow is not None:
                 arrow.check_executor(sessions.main, args.work)
             else:

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +24,11 @@ _MEANINGS = {
     REFUSED: "the driver refused to start",
     3: "the driver's memory had run out, if its log says OutOfMemoryError",
 }
+
+
+def last_error(lines: Sequence[str]) -> str:
+    """Returns the message of the last error in a driver's log; empty without one."""
+    return next(filter(None, (line.partition(" ERROR ")[2] for line in reversed(lines))), "")
 
 
 def _ignore(application_id: str, ui: str) -> None:
@@ -120,7 +125,8 @@ class SubmitHook(SparkSubmitHook):
         with suppress(ValueError):
             return f"exit code {code}: killed by {signal.Signals(number).name}"
         meaning = _MEANINGS.get(code)
-        return f"exit code {code}{f': {meaning}' if meaning else ''}"
+        reason = last_error(self.lines) if code == REFUSED else ""
+        return f"exit code {code}" + "".join(f": {text}" for text in (meaning, reason) if text)
 
     def _build_spark_submit_command(self, application: str) -> list[str]:
         if self._connection["master"].startswith("sc:"):

@@ -101,14 +101,15 @@ def prepare(
     :param folder: The output folder; it must exist until Spark has started.
     :param client_options: Options of the client of the staging root, including secrets.
     :param secrets: Further environment variables of the driver, of sinks.
-    :param check: Whether to import the pipeline in a separate process, as the driver will.
+    :param check: Whether to import the pipeline in a separate process, as the driver will, before
+        a JVM starts; not with Spark Connect, whose driver has none.
     :raises BroadwayError: With one sentence on what is missing.
     """
     variables = {name: str(value) for name, value in chosen.env_vars.items()}
     env = {**os.environ, **variables}
     if chosen.master.startswith("sc://"):
         secret = dict(secrets or {}) | _client_variable(client_options)
-        return _prepare_connect(chosen, ref, folder, variables | secret, check=check)
+        return _prepare_connect(chosen, ref, folder, variables | secret)
     program = find_spark(chosen.binary, env)
     env = {**program.env, **env}
     client, pods = chosen.deploy_mode == "client", chosen.master.startswith("k8s:")
@@ -154,7 +155,7 @@ def _client_variable(options: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _prepare_connect(
-    chosen: Chosen, ref: Mapping[str, Any], folder: Path, variables: dict[str, str], *, check: bool
+    chosen: Chosen, ref: Mapping[str, Any], folder: Path, variables: dict[str, str]
 ) -> Submission:
     """Prepares a driver that is a client of a Spark Connect server: it needs neither Java nor
     spark-submit.
@@ -165,8 +166,6 @@ def _prepare_connect(
     own = _paths(chosen.py_files)
     shipment = ship(str(ref["class"]), folder)
     log.info("Shipping the packages %s to Spark Connect.", shipment.packages)
-    if check:
-        _check(ref, shipment, own)
     server = Server(
         url=chosen.master,
         conf={name: str(value) for name, value in chosen.conf.items()},

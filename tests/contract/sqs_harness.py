@@ -6,7 +6,6 @@ all of their waits.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import mmap
 import os
@@ -24,7 +23,7 @@ from airflow_broadway.core.clock import SystemClock
 from airflow_broadway.core.custody.producer import Producer, ProducerEnv
 from airflow_broadway.producers.sqs import SqsProducer
 from airflow_broadway.testing.harness import Harness
-from tests.server_process import session_folder
+from tests.server_process import at_end, session_folder
 from tests.sqs_server import KEY, REGION, Connections, SqsServer
 
 
@@ -61,7 +60,7 @@ def moved_server() -> tuple[SqsServer, str]:
     SharedClock(path)
     server = SqsServer(folder, command=("tests.contract.sqs_harness", path))
     server.run()
-    atexit.register(server.stop)
+    at_end.callback(server.stop)
     return server, path
 
 

@@ -70,6 +70,7 @@ print(sorted({point.call.kind for point in totals.unsteady}), len(totals.points)
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("program", "result"),
     [

@@ -124,6 +124,16 @@ def test_connection_of_a_server(lake, server, monkeypatch):
 
 
 @pytest.mark.slow
+def test_error_of_a_driver_that_cannot_load_the_pipeline_is_the_tasks(lake, server):
+    (lake.folder / "code/not_shipped.py").touch()
+    module = lake.folder / "code/lake_pipeline.py"
+    module.write_text(f"import not_shipped\n{module.read_text()}")
+
+    error = r"the driver refused to start: .*No module named 'not_shipped'"
+    with pytest.raises(AirflowException, match=error):
+        lake.execute(remote=server.url)
+
+
 def test_a_killed_driver_is_followed_by_one_that_ends_its_jobs(lake, server):
     with executing(lake, lake.operator(remote=server.url, conf={"a.b": "c"})) as future:
         [driver] = drivers()

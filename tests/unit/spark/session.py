@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
 import os
 from pathlib import Path
 from typing import Any
+
+from tests.server_process import at_end
 
 #: The jars of tables that Spark writes, if ``scripts/setup.sh --tables`` has resolved them.
 TABLES = sorted(Path(__file__).parents[3].glob("build/tables/*.jar"))
@@ -32,7 +33,7 @@ def spark_session() -> Any:
     session.sparkContext.setLogLevel("ERROR")
     # It logs when its sockets close, which may be after pytest has closed the log's stream.
     logging.getLogger("py4j").setLevel(logging.WARNING)
-    atexit.register(session.stop)
+    at_end.callback(session.stop)
     return session
 
 
