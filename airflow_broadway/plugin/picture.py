@@ -58,7 +58,7 @@ _QUEUES: Final = {
 }
 
 #: Columns: offset and width.
-_QUEUE, _PROCESS, _BATCH, _HANDLE, _END = (0, 150), (236, 140), (462, 160), (712, 176), (988, 142)
+_QUEUE, _PROCESS, _BATCH, _HANDLE, _END = (0, 170), (254, 200), (538, 160), (784, 176), (1056, 142)
 _HIGH: Final = 58
 _GAP: Final = 20
 _TOP: Final = 6
@@ -139,7 +139,7 @@ class Picture:
     :param brace: The SVG path that joins the outcome classes; empty for a single class.
     """
 
-    width: int = 1130
+    width: int = _END[0] + _END[1]
     height: int
     boxes: list[Box] = field(default_factory=list)
     arrows: list[Arrow] = field(default_factory=list)
