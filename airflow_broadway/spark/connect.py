@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 VARIABLE = "AIRFLOW_BROADWAY_CONNECT"
 #: For about a minute a call is tried again, in milliseconds: a server may be started again.
 RETRIES: Mapping[str, Any] = {"max_retries": 10, "max_backoff": 10_000}
+#: For a call that is not tried again.
+ONCE: Mapping[str, Any] = {"max_retries": 0}
 #: A server whose host has vanished is noticed after five minutes; Spark refuses shorter intervals.
 KEEPALIVE = [("grpc.keepalive_time_ms", 300_000), ("grpc.keepalive_timeout_ms", 20_000)]
 #: Seconds between two uses of a session.
@@ -101,10 +103,10 @@ class ConnectSessions:
         self._sessions: dict[str, Any] = {}
         self._own = threading.local()
         self._closed = threading.Event()
-        self._check_server()
         #: The application's own session.
         self.main = self._open("")
         try:
+            self._await_server()
             self._prepare(self.main)
         except BaseException:
             self.close()
@@ -182,7 +184,27 @@ class ConnectSessions:
                 with suppress(Exception):
                     session.conf.get("spark.sql.session.timeZone")
 
-    def _check_server(self) -> None:
+    def _answers(self) -> bool:
+        """Returns whether the server answers, even if by an error, which the next request reports.
+
+        To wait for a ready channel would take a tenth of a second or more.
+        """
+        _set_retries(self.main.client, ONCE)
+        try:
+            self.main.version  # noqa: B018 - a request
+        except Exception as error:
+            return not _is_of_transport(error)
+        finally:
+            _set_retries(self.main.client, RETRIES)
+        return True
+
+    def _await_server(self) -> None:
+        """Waits until the server accepts connections.
+
+        :raises PipelineError: If it does not within :data:`TIMEOUT`.
+        """
+        if self._answers():
+            return
         import grpc
 
         channel = self._channel(self._name, "").toChannel()
@@ -200,14 +222,13 @@ class ConnectSessions:
         return PipelineError(f"the Spark Connect server {self._server.address} {text}")
 
     def _open(self, batch_id: str) -> Any:
-        from pyspark.sql.connect.client.retries import DefaultPolicy
         from pyspark.sql.connect.session import SparkSession
 
         channel = self._channel(self._name, batch_id)
         session: Any = SparkSession.builder.channelBuilder(channel).create()
         # Otherwise it stays that of the thread's first batch, and is none once that is released.
         SparkSession._active_session.session = session
-        session.client.set_retry_policies([DefaultPolicy(**RETRIES)])
+        _set_retries(session.client, RETRIES)
         return session
 
     def _prepare(self, session: Any) -> None:
@@ -270,11 +291,15 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
-def _release(client: Any) -> None:
-    """Releases a session; tried once, because the server may be gone."""
+def _set_retries(client: Any, retries: Mapping[str, Any]) -> None:
     from pyspark.sql.connect.client.retries import DefaultPolicy
 
-    client.set_retry_policies([DefaultPolicy(max_retries=0)])
+    client.set_retry_policies([DefaultPolicy(**retries)])
+
+
+def _release(client: Any) -> None:
+    """Releases a session; tried once, because the server may be gone."""
+    _set_retries(client, ONCE)
     with suppress(Exception):
         client.release_session()
     with suppress(Exception):
