@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -203,13 +204,14 @@ class ConnectSessions:
 
         :raises PipelineError: If it does not within :data:`TIMEOUT`.
         """
-        if self._answers():
-            return
         import grpc
 
+        end = time.monotonic() + TIMEOUT
+        if self._answers():
+            return
         channel = self._channel(self._name, "").toChannel()
         try:
-            grpc.channel_ready_future(channel).result(TIMEOUT)
+            grpc.channel_ready_future(channel).result(max(1.0, end - time.monotonic()))
         except grpc.FutureTimeoutError:
             raise self._error(
                 f"does not accept connections (waited {TIMEOUT:g} s): start it, or correct remote,"

@@ -23,7 +23,12 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.core.errors import BroadwayError, PipelineError, StagingError
+from airflow_broadway.core.errors import (
+    BroadwayError,
+    OptionsError,
+    PipelineError,
+    StagingError,
+)
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import ARROW, AUTO, CLIENTS, HADOOP, Files
 from airflow_broadway.core.formats.work import Work, digest_of
@@ -177,6 +182,7 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
         files = opened = _open_arrow(uri, options)
         arrow = None if args.client == HADOOP else opened
     work = _read_work(files, args)
+    _check_load(work.pipeline)
     from airflow_broadway.spark.application import open_batches, run_work  # loads pyspark
 
     sessions = ConnectSessions(server, _tries(files, uri, work))
@@ -185,8 +191,6 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
         sessions.end_earlier(islice(open_batches(files, work), MOST_ENDED))
 
         def check(pipeline: Pipeline) -> None:
-            if "airflow" in sys.modules:
-                log.warning(_IMPORTS_AIRFLOW)
             if arrow is not None:
                 arrow.check_executor(sessions.main, args.work)
             else:
@@ -196,6 +200,27 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
     finally:
         with suppress(Exception):
             sessions.close()
+
+
+def _check_load(reference: Mapping[str, Any]) -> None:
+    """Loads a pipeline before the server is contacted: a driver that cannot must not end the jobs
+    of an earlier one.
+
+    :raises BroadwayError: With the reason, and the way out.
+    """
+    try:
+        load_ref(reference)
+    except OptionsError:
+        raise
+    except Exception as error:
+        log.info("The pipeline cannot be loaded:", exc_info=True)
+        reason = str(error) if isinstance(error, PipelineError) else repr(error)
+        raise PipelineError(
+            f"the pipeline {reference['class']} cannot be loaded: {reason}; what it imports must be"
+            " installed in the driver's Python, or be listed in py_files"
+        ) from error
+    if "airflow" in sys.modules:
+        log.warning(_IMPORTS_AIRFLOW)
 
 
 def _needs_python(pipeline: Pipeline) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 
+from airflow_broadway.core.masking import redacted
 from airflow_broadway.spark.session import INCOMPLETE, REFUSED
 
 #: The line of the driver's log with the application's id and the URL of its UI.
@@ -27,8 +28,9 @@ _MEANINGS = {
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """Returns the message of the last error in a driver's log; empty without one."""
-    return next(filter(None, (line.partition(" ERROR ")[2] for line in reversed(lines))), "")
+    """Returns the last error in a driver's log, without secrets; empty without one."""
+    errors = (line.partition(" ERROR ")[2] for line in reversed(lines))
+    return redacted(next(filter(None, errors), ""))
 
 
 def _ignore(application_id: str, ui: str) -> None:

@@ -123,17 +123,24 @@ def test_connection_of_a_server(lake, server, monkeypatch):
     assert lake.rows() == good(lake)
 
 
-@pytest.mark.slow
-def test_error_of_a_driver_that_cannot_load_the_pipeline_is_the_tasks(lake, server):
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [("import not_shipped", "No module named 'not_shipped'"), ("1 / 0", "ZeroDivisionError")],
+)
+def test_error_of_a_driver_that_cannot_load_the_pipeline_is_the_tasks(lake, line, reason):
+    operator = lake.operator(remote=f"sc://127.0.0.1:{free_port()}")  # without any server
     (lake.folder / "code/not_shipped.py").touch()
     module = lake.folder / "code/lake_pipeline.py"
-    module.write_text(f"import not_shipped\n{module.read_text()}")
+    module.write_text(f"{module.read_text()}\nimport sys\nif 'pytest' not in sys.modules: {line}\n")
 
-    error = r"the driver refused to start: .*No module named 'not_shipped'"
+    error = (
+        rf"the driver refused to start: .*{reason}.*installed in the driver's Python, or be listed"
+    )
     with pytest.raises(AirflowException, match=error):
-        lake.execute(remote=server.url)
+        lake.execute_operator(operator)
 
 
+@pytest.mark.slow
 def test_a_killed_driver_is_followed_by_one_that_ends_its_jobs(lake, server):
     with executing(lake, lake.operator(remote=server.url, conf={"a.b": "c"})) as future:
         [driver] = drivers()

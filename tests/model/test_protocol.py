@@ -67,7 +67,6 @@ DEEP: dict[str, Case] = {
 }
 
 
-@pytest.mark.cases(5)
 @pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
 def test_no_invariant_is_violated(case):
     check(*case, most=150_000)

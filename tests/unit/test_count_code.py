@@ -16,9 +16,9 @@ REACHED = {
     "runs/": 5_649,
     "sensors/": 367,
     "sinks/": 1_118,
-    "spark/": 1_994,
+    "spark/": 2_014,
     "staging/": 4_310,
-    "submit/": 556,
+    "submit/": 558,
     "testing/": 3_776,
     "triggers/": 209,
     "*.py": 603,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_180,
-    "tests and scripts": 73_075,
+    "package": 45_202,
+    "tests and scripts": 73_095,
 }
 
 MODULE = '''"""A module.

@@ -482,7 +482,7 @@ def test_last_error_of_a_failed_driver_is_a_finding(tmp_path, monkeypatch, capsy
     result = ran(capsys, "check", "--spark", "--pipeline", reference)
 
     assert result.code == 1
-    assert "x ERROR staging is not there for the Spark driver\n" in result.out
+    assert "failed: staging is not there for the Spark driver\n" in result.out
 
 
 def test_spark_without_a_dag_that_submits_is_a_warning(tmp_path, monkeypatch, capsys):

@@ -48,6 +48,7 @@ from airflow_broadway.spark.job import CLIENT_VARIABLE
 from airflow_broadway.staging.run_folder import StagedRun
 from airflow_broadway.submit import submission
 from airflow_broadway.submit.environment import LIGHT_JVM, SparkMissing
+from airflow_broadway.submit.hook import last_error
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import GENERATION, Planned, Staged, rows
 
@@ -365,6 +366,13 @@ def test_exit_code_of_a_dead_driver_is_explained(world, code, ending):
     world.handled, world.exit_code = set(), code
     with pytest.raises(AirflowException, match=f"Spark ended with {ending}[.]  A retry"):
         world.execute()
+
+
+def test_last_error_of_a_driver_has_no_secret():
+    lines = ["1 ERROR first", "2 ERROR 404 of https://user:hush@host/x?token=hush", "3 INFO last"]
+
+    assert last_error(lines) == "404 of https://***@host/x?token=***"
+    assert last_error(["INFO"]) == ""
 
 
 def test_bad_exit_after_all_outcomes_is_no_failure(world):
