@@ -18,9 +18,9 @@ from tests.server_process import at_end
 
 __all__ = ["apache_kafka", "kafka", "kafka_mock", "pubsub", "pubsub_emulator", "pubsub_stub"]
 
-# To walk through all objects as often as Python does by itself takes a tenth of the tests' time; to
-# walk less often lets a process grow by gigabytes, as clients of AWS are cycles.
-gc.set_threshold(20_000, 10, 5)
+# Airflow and all that is collected stay for good: to walk through them as often as Python does by
+# itself takes a tenth of the tests' time.
+gc.set_threshold(20_000, 20, 20)
 
 # The same examples each time, and no limit of time: a test never fails because a machine is busy.
 settings.register_profile(
@@ -60,12 +60,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the longest files begin."""
     choose_cases(items)
     longest_first(items)
-
-
-def pytest_collection_finish() -> None:
-    """Excludes what is loaded by now from the garbage collector's walks."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
