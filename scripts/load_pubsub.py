@@ -4,13 +4,6 @@
 the topic ``flights``; without ``--messages`` it publishes all.  Creates the topic, the subscription
 ``flights``, and ``flights-dead`` for dead letters, if they do not exist.  ``PUBSUB_EMULATOR_HOST``
 selects the emulator.  Google's client library finds the credentials.
-
-The demo with the emulator, which needs no credentials::
-
-    gcloud beta emulators pubsub start --project=flights-demo --host-port=127.0.0.1:8085 &
-    export PUBSUB_EMULATOR_HOST=127.0.0.1:8085 GOOGLE_CLOUD_PROJECT=flights-demo
-    .venv/bin/python -m scripts.load_pubsub --messages 1000
-    make up  # and trigger pubsub_flights
 """
 
 from __future__ import annotations

@@ -4,14 +4,6 @@
 1,000 to the queue ``flights``; without ``--messages`` it sends all.  Creates the queue, with a
 redrive policy to ``flights-dead``, if it does not exist.  The default endpoint is AWS: 33,678
 requests, about $0.02.  boto3 finds the credentials (``AWS_PROFILE``, …).
-
-The demo without AWS::
-
-    export AWS_ENDPOINT_URL=http://127.0.0.1:5000 AWS_DEFAULT_REGION=us-east-1
-    export AWS_ACCESS_KEY_ID=nobody AWS_SECRET_ACCESS_KEY=nothing
-    .venv/bin/python -m tests.sqs_moto 5000 &
-    .venv/bin/python -m scripts.load_sqs --messages 1000
-    make up  # and trigger sqs_flights
 """
 
 from __future__ import annotations

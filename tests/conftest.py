@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.kafka_fixtures import apache_kafka, kafka, kafka_mock
-from tests.order import Together, choose_cases, longest_first
+from tests.order import Together, longest_first
 from tests.pubsub_fixtures import pubsub, pubsub_emulator, pubsub_stub
 from tests.server_process import at_end
 
@@ -55,10 +55,8 @@ def pytest_sessionfinish() -> None:
     at_end.close()
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the longest files begin."""
-    choose_cases(items)
     longest_first(items)
 
 

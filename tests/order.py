@@ -1,13 +1,10 @@
-"""Which cases are slow, which files of tests begin, and which of them go to one process.
+"""Which files of tests begin, and which of them go to one process.
 
 With a few processes, the last file to begin decides the end.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from itertools import count
-from math import gcd
 from pathlib import Path
 
 import pytest
@@ -60,34 +57,6 @@ class Together(LoadFileScheduling):  # type: ignore[misc]
         if file == SPREAD:
             return nodeid
         return "one Spark" if file in ONE_SPARK else file
-
-
-def choose_cases(items: list[pytest.Item]) -> None:
-    """Marks the cases of a test as slow, but for the number that its mark ``cases`` names.
-
-    Their parameters have as many different values as possible.
-    """
-    tests: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("cases") and not item.get_closest_marker("slow"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        [mark] = cases[0].iter_markers("cases")
-        # By a step that has no divisor in common with their number, so that all values recur.
-        step = next(step for step in count(len(cases) * 5 // 8) if gcd(step, len(cases)) == 1)
-        rest = [cases[place * step % len(cases)] for place in range(len(cases))]
-        seen: set[tuple[int, str]] = set()
-        for _ in range(min(mark.args[0], len(rest))):
-            chosen = max(rest, key=lambda case: len(_values(case) - seen))
-            seen |= _values(chosen)
-            rest.remove(chosen)
-        for item in rest:
-            item.add_marker("slow")
-
-
-def _values(case: pytest.Item) -> set[tuple[int, str]]:
-    """Returns the values of a case's parameters, by their places in its id."""
-    return set(enumerate(case.nodeid.partition("[")[2].split("-")))
 
 
 def longest_first(items: list[pytest.Item]) -> None:

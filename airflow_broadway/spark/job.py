@@ -214,7 +214,8 @@ def _check_load(reference: Mapping[str, Any]) -> None:
         raise
     except Exception as error:
         log.info("The pipeline cannot be loaded:", exc_info=True)
-        reason = str(error) if isinstance(error, PipelineError) else repr(error)
+        text = str(error) if isinstance(error, PipelineError) else repr(error)
+        reason = " ".join(text.split())  # the task's error has one line of the log
         raise PipelineError(
             f"the pipeline {reference['class']} cannot be loaded: {reason}; what it imports must be"
             " installed in the driver's Python, or be listed in py_files"

@@ -226,7 +226,6 @@ def _pause(subject: SinkSubject, rounds: int) -> None:
     assert Counter(subject.read()) == dict.fromkeys(landed, 1)
 
 
-@pytest.mark.cases(3)
 def test_a_paused_process_is_refused(subject: SinkSubject) -> None:
     _pause(subject, 3 if isinstance(subject, SparkSubject) else 10)
 
@@ -313,7 +312,6 @@ def _others() -> dict[str, Any]:
     }
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", _others())
 def test_rows_that_do_not_fit_are_one_error(subject: SinkSubject, name: str) -> None:
     with closing(subject.open()) as client:

@@ -73,7 +73,6 @@ def test_every_message_is_accounted_for_at_every_crash_point(tmp_path, pipeline)
     assert run_campaign(tmp_path / "report", "sqlite", pipeline, share, pairs) >= 5
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("source", "pipeline", "share"),
     [("backfill", "refills", 0.002), ("letters", "batches", 0.003)],
@@ -204,7 +203,6 @@ def test_past_findings_stay_fixed(finding):
     assert clean in result
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "mutant",
     [

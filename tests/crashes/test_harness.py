@@ -70,7 +70,6 @@ print(sorted({point.call.kind for point in totals.unsteady}), len(totals.points)
 """
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("program", "result"),
     [

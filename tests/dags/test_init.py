@@ -73,7 +73,6 @@ def test_every_queue_and_sink_passes_its_test_and_parses(tmp_path, monkeypatch, 
     }
 
 
-@pytest.mark.cases(1)
 @pytest.mark.airflow
 @pytest.mark.parametrize("sink", ["parquet", "delta"])
 def test_commands_of_its_readme_move_a_message_to_a_row(sink, tmp_path, monkeypatch, capsys):

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 DOCUMENT = Path(__file__).parents[2] / "docs" / "testing.md"
 
 
@@ -34,7 +32,6 @@ def run(folder: Path, command: str, *more: str) -> tuple[int, list[str]]:
     return ended.returncode, ended.stdout.splitlines()
 
 
-@pytest.mark.slow
 def test_an_appending_sink_is_reported_and_fixed(tmp_path):
     module = tmp_path / "orders.py"
     module.write_text(block("python", "# orders.py\n"))

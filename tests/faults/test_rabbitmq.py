@@ -20,7 +20,6 @@ def killable_server(tmp_path_factory):
         yield server
 
 
-@pytest.mark.cases(1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "case",

@@ -40,7 +40,6 @@ def worlds(tmp_path_factory):
         yield world
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize(("broker", "click"), list(_on_every_broker()))
 def test_messages_end_where_expected_when_users(worlds, broker, click):
     clicks = Clicks(worlds(broker), click.name[:40])

@@ -96,7 +96,6 @@ def kafka(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     yield pipeline, lambda: 20 - server.committed(topic, topic)[0][0]
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("place", [sqs, pubsub, kafka])
 @pytest.mark.parametrize("process", [-300.0, 300.0, 0.0])
 @pytest.mark.parametrize("others", [0.0, 300.0])

@@ -228,7 +228,6 @@ def interrupted(tmp_path):
     end(process)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ctrl_c_leaves_no_process_behind(interrupted):
     # Given a demo whose run has begun

@@ -100,7 +100,6 @@ def test_a_deleted_empty_holding_queue_is_redeclared(place):
     assert place.settle("g2")[1] == SettleReport(acked=1)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("runs", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_runs_create_no_erlang_atoms(place, runs):

@@ -39,7 +39,6 @@ def request(server: S3Server, folder: Path, *, batches: int, tasks: int = 1) -> 
     return found
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("tasks", [1, 3])
 def test_a_batch_costs_at_most_two_requests(server, tmp_path, tasks):
     few = request(server, tmp_path / "few", batches=10, tasks=tasks)
@@ -96,7 +95,6 @@ def test_a_cleared_batcher_reads_merged_records(server, tmp_path):
     assert requests.total() < 20
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(("messages", "most"), [(0, 60), (120, 120)])
 def test_requests_do_not_grow_with_past_runs(server, tmp_path, messages, most):
     counts = {}

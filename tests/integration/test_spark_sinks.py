@@ -236,7 +236,6 @@ def test_rows_are_committed_and_their_messages_settled(run: Run, drivers: Driver
     assert not list((run.folder / "lake" / "_staged").iterdir())
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "point",
     [
@@ -275,7 +274,6 @@ def test_no_row_is_lost_or_doubled_where_a_driver_dies(
     assert sum(calls(run).values()) - 3 == (0 if landed else 1)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("point", [Point(WRITE, "after", 1), Point(CREATE, "before", 1)], ids=str)
 def test_a_paused_driver_commits_nothing_once_its_messages_are_released(
     run: Run, drivers: Drivers, point: Point
@@ -361,7 +359,6 @@ def test_a_dataframe_alone_commits_all_messages(tmp_path: Path, drivers: Drivers
     assert run.ack()["totals"]["acked"] == 2
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("pipeline", "reason"),
     [
@@ -478,7 +475,6 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, writers: Any) -> Table
     return Table(run, drivers, numbers)
 
 
-@pytest.mark.cases(1)
 @needs_tables
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("retried", [True, False], ids=["retried", "settled by another run"])
@@ -500,7 +496,6 @@ def test_a_table_has_each_row_once_where_a_driver_dies(
     assert sum(calls(run).values()) - 3 == (1 if moment == "before" else 0)
 
 
-@pytest.mark.cases(1)
 @needs_tables
 def test_a_paused_driver_commits_nothing_to_a_table_once_its_messages_are_released(
     table: Table,

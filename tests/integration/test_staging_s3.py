@@ -106,7 +106,6 @@ def test_writes_are_visible_to_other_clients_immediately(uri, options):
     assert first.list("x") == []
 
 
-@pytest.mark.slow
 def test_listing_costs_one_request_per_thousand_names(server, uri, options):
     # A Dag with many runs, whose keys are put without the store, for speed
     store = Store.open(uri, **options)

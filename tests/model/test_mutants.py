@@ -12,7 +12,6 @@ from tests.model.recovery import Recovery
 MOST = 150_000
 
 
-@pytest.mark.cases(16)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.drop)
 def test_removing_a_guard_violates_an_invariant(mutant):
     run = Run(mutant.custody, **mutant.options, drop=mutant.drop)

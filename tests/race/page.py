@@ -58,13 +58,8 @@ def write(results: Mapping[str, Any], docs: Path) -> None:
             rows += result["figures"]
             left_out |= result["left_out"]
     parts.append("## Configuration of each peer\n\n| peer | release | |\n|---|---|---|")
-    peers: dict[tuple[str, str], dict[str, None]] = {}
-    for row in rows:
-        peers.setdefault((row["version"], row["settings"]), {})[row["name"]] = None
-    parts += [
-        f"| {'; '.join(names)} | {version} | {_code(settings)} |"
-        for (version, settings), names in peers.items()
-    ]
+    seen = {(row["name"], row["version"], row["settings"]): None for row in rows}
+    parts += [f"| {name} | {version} | {_code(settings)} |" for name, version, settings in seen]
     if left_out:
         parts.append("\nLeft out:\n")
         parts += [f"- {name}: {reason}." for name, reason in left_out.items()]

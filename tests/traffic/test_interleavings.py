@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -252,7 +251,6 @@ class Simulation:
         raise SimulatedCrash
 
 
-@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(runs=st.lists(RUNS, min_size=1, max_size=4), schedule=st.lists(STEPS, max_size=60))
 def test_any_interleaving_of_calls_loses_nothing(runs, schedule):

@@ -56,7 +56,6 @@ def case(
     )
 
 
-@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("kind", "options", "turns", "handled"),
     [
@@ -104,7 +103,6 @@ def test_runs_in_traffic_lose_nothing(open_broker, tmp_path, kind, options, turn
     assert summary.handled > handled
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

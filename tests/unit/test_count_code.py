@@ -16,7 +16,7 @@ REACHED = {
     "runs/": 5_649,
     "sensors/": 367,
     "sinks/": 1_118,
-    "spark/": 2_014,
+    "spark/": 2_015,
     "staging/": 4_310,
     "submit/": 558,
     "testing/": 3_776,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_202,
-    "tests and scripts": 73_095,
+    "package": 45_203,
+    "tests and scripts": 73_014,
 }
 
 MODULE = '''"""A module.

@@ -111,7 +111,6 @@ def test_many_requests_of_a_viewer_do_not_delay_an_admin(site, command, tmp_path
     assert before <= 3
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("there", [True, False], ids=["unused queue", "no file"])
 def test_viewer_sees_neither_other_queues_nor_their_file(
     site, command, tmp_path, monkeypatch, there

@@ -129,7 +129,6 @@ def test_a_paused_batcher_commits_nothing_once_its_messages_came_again(
     assert run.depth() == (0, 0, 0, 8)
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "point",
     [

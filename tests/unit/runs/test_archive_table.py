@@ -176,7 +176,6 @@ def test_concurrent_appends_are_all_there_once(tmp_path, item):
     assert look(archive).messages == len(expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_killed_appends_are_repeated_once(tmp_path, kills):
     # Given appends that are killed by SIGKILL, at any moment, and repeated

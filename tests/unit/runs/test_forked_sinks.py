@@ -70,7 +70,6 @@ def retry_after_death(folder: Path, point: Sequence[Any]) -> Any:
     return run.dead(), run.depth()
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "point",
     [(COMMIT, "before", 2), (COMMIT, "after", 2), (RECORD, "after", 2)],

@@ -178,7 +178,6 @@ def test_a_poison_message_is_set_aside_and_its_neighbours_are_handled(tmp_path: 
     assert set(done) == set(world.numbers)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_of_a_hundred_messages_that_kills_is_found_by_the_try_that_forks(
     tmp_path: Path, way: str
@@ -316,7 +315,6 @@ def test_a_batch_goes_alone_then_in_halves_whose_ids_are_its_own(tmp_path: Path)
     assert world.seen()[8:] == [(left, 2), (rest, 2), (last, 1), (last, 1), (last, 1)]
 
 
-@pytest.mark.slow
 def test_a_try_that_is_killed_on_its_way_is_gone_on_with(tmp_path: Path) -> None:
     # Given a task that is killed again and again while it isolates a message
     world = World(tmp_path, deadly=[3], count=12)
@@ -418,7 +416,6 @@ def test_a_task_that_is_killed_from_outside_at_its_only_message_blames_it_not(
     assert world.run.dead() == []
 
 
-@pytest.mark.slow
 def test_fifty_kills_from_outside_blame_no_message(tmp_path: Path) -> None:
     # Given good batches, and a task that is killed whenever it has begun one
     world = World(tmp_path, deadly=[], count=16, crashes=5)
@@ -432,7 +429,6 @@ def test_fifty_kills_from_outside_blame_no_message(tmp_path: Path) -> None:
     assert world.run.depth() == (0, 0, 0, 0)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(("crashes", "size"), [(1, 5), (2, 1)])
 def test_a_batch_with_messages_that_were_in_hand_is_split_before_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crashes: int, size: int
@@ -541,7 +537,6 @@ def test_a_single_message_of_a_run_needs_no_neighbours(tmp_path: Path) -> None:
     assert [size for _, size in world.seen()] == [1, 1, 1, 1]
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("deadly", [[2, 12], [1, 2, 3, 4]])
 def test_several_poison_messages_are_each_found(tmp_path: Path, deadly: list[int]) -> None:
     world = World(tmp_path, deadly=deadly, count=16, crashes=1)

@@ -36,7 +36,6 @@ def deadly(monkeypatch):
     return set_deadly
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
 @pytest.mark.parametrize(
     "place", ["handle_message", "prepare_messages", "transformer", "partition_by"]
@@ -83,7 +82,6 @@ def test_killed_process_groups_are_narrowed_down_by_messages_in_hand(tmp_path, d
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("concurrency", [1, 2])
 def test_fifty_outside_kills_with_a_publisher_dead_letter_nothing(concurrency, tmp_path):
     chance = random.Random(concurrency)

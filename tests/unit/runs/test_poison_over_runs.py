@@ -133,7 +133,6 @@ def test_second_run_finds_poison_without_retries(tmp_path):
     assert not runs.last.unmarked()
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_poison_among_a_thousand_is_found_without_retries(tmp_path, way):
     numbers = [n for n in range(1, 10_000) if n % 7 and n % 5][:1_000]
@@ -153,7 +152,6 @@ def test_runs_narrow_down_poison_that_kills_the_container(tmp_path):
     assert {call.number for call in runs.last.calls()} == {*NUMBERS[:40], 501}
 
 
-@pytest.mark.slow
 def test_fifty_outside_kills_of_runs_blame_no_message(tmp_path):
     # Given good messages, and runs whose batch task is killed at its first batch
     runs = Runs(tmp_path, [], NUMBERS[:16], crashes=5)
@@ -213,7 +211,6 @@ def test_crash_recorded_repeatedly_blames_no_neighbour(tmp_path):
     assert {call.number for call in runs.last.calls()} == set(NUMBERS[:25])
 
 
-@pytest.mark.slow
 def test_requeued_poison_message_is_handled_again(tmp_path):
     # Given a message that a run has dead-lettered, since whole tasks died of it
     runs = Runs(tmp_path, [11], [11], crashes=1, whole=True)

@@ -71,7 +71,6 @@ def check(run: Run, report: dict[str, Any], *, dead: list[int] = DEAD) -> None:
     assert run.staged.dag.list("_open") == []
 
 
-@pytest.mark.cases(3)
 @pytest.mark.faults
 @pytest.mark.parametrize("point", PROCESS, ids=str)
 def test_killed_process_task_is_retried(run, point):

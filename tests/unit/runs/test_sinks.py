@@ -109,7 +109,6 @@ def test_rows_are_committed_and_their_messages_settled(run: Run) -> None:
     assert run.dead() == [5, 7, 10, 14, 15, 20, 21, 25]
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "point",
     [
@@ -213,7 +212,6 @@ def test_a_paused_try_commits_nothing_once_its_batch_has_failed(
     assert len(run.dead()) == 25
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_try_that_is_paused_while_it_records_a_failure_fails_nothing_that_was_committed(
     run: Run, monkeypatch: pytest.MonkeyPatch, drops: bool

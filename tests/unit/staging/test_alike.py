@@ -180,7 +180,6 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.cases(8)
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("where", ["data", "metadata", "batch_key"])

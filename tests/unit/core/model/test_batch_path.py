@@ -44,7 +44,6 @@ def test_root_stays_unchanged():
     assert INFO.path("file:///data/../lake/") == "file:///data/../lake/batch_id=b0"
 
 
-@pytest.mark.slow
 @given(st.lists(PART, max_size=3))
 @example(["..", ".."])
 @example(["../../finance/payroll"])

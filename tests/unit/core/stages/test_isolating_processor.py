@@ -49,7 +49,6 @@ def handle(
     return result.successful, result.failed
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
 def test_only_the_killing_message_fails(place, way):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -157,7 +156,6 @@ def test_report_matches_broker(verdicts, faults):
         assert run.settle(messages, by_body, by=run.other()) == report
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     verdicts=st.lists(st.sampled_from(VERDICTS), min_size=1, max_size=35),

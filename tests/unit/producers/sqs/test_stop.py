@@ -137,7 +137,6 @@ def fail_portion(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(Receipts, "hold", failing)
 
 
-@pytest.mark.cases(10)
 @pytest.mark.parametrize("concurrency", [1, 4])
 @pytest.mark.parametrize("way", list(WAYS))
 def test_every_end_of_run_hides_only_leased_messages(way, concurrency, url, tmp_path, monkeypatch):
