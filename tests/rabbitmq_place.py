@@ -98,8 +98,8 @@ class Place:
     def take(self, source: Source) -> list[Message]:
         """Receives until the queue is empty."""
         taken: list[Message] = []
-        while got := source.secure(source.receive(500, timeout=0.0)):
-            taken += got
+        while received := source.secure(source.receive(500, timeout=0.0)):
+            taken += received
         return taken
 
     def hold(self, generation: str = "g1", **options: Any) -> tuple[list[Message], Lease]:
@@ -111,9 +111,9 @@ class Place:
     def settle(
         self, generation: str, verdicts: Mapping[int, Verdict] | None = None, **options: Any
     ) -> tuple[list[Message], SettleReport]:
-        """Receives all messages, and settles them by their place."""
+        """Receives all messages, and settles them by their position."""
         messages, lease = self.hold(generation, **options)
-        by_id = {messages[place].message_id: v for place, v in (verdicts or {}).items()}
+        by_id = {messages[index].message_id: v for index, v in (verdicts or {}).items()}
         return messages, self.carry_out(lease, settlement_of(messages, by_id), **options)
 
     def standing_queues(self, **options: Any) -> StandingQueues:
@@ -129,11 +129,11 @@ class Place:
         finally:
             custodian.close()
 
-    def give_back(self, *sent: bytes, properties: Any = None) -> list[Message]:
-        """Sends messages, which a run receives and releases."""
-        self.send(*sent, properties=properties)
+    def send_released(self, *bodies: bytes, properties: Any = None) -> list[Message]:
+        """Sends messages that a run receives and releases; returns them."""
+        self.send(*bodies, properties=properties)
         messages, lease = self.hold("before")
-        assert self.carry_out(lease, Settlement(rest=RELEASE)).released == len(sent)
+        assert self.carry_out(lease, Settlement(rest=RELEASE)).released == len(bodies)
         return messages
 
     def first(self, queue: str) -> tuple[Any, bytes]:

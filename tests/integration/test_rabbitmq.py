@@ -1,4 +1,4 @@
-"""RabbitMQ as it is in the wild: refusals, mismatches and hostile messages, at a real broker."""
+"""Refusals, mismatches and hostile messages at a real RabbitMQ."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_an_oversized_body_is_dead_lettered_and_reported(place, caplog):
     assert [message.data for message in messages] == [b"1" * 1_000, b"2"]
     text = "dead letters, unprocessed, beside those received: 2 (too large)"
     assert report == SettleReport(acked=2, errors=(text,))
-    letter = place.first(place.queues.dead)
-    assert letter[1] == b"x" * 1_001
-    assert "max_message_bytes" in letter[0].headers["x-broadway-reason"]
-    mark = letter[0].headers[MARK]["id"]
+    dead_letter = place.first(place.queues.dead)
+    assert dead_letter[1] == b"x" * 1_001
+    assert "max_message_bytes" in dead_letter[0].headers["x-broadway-reason"]
+    mark = dead_letter[0].headers[MARK]["id"]
     assert f"Message {mark} is a dead letter, unprocessed: its body has 1001 bytes" in caplog.text
 
 
@@ -165,15 +165,15 @@ def test_immediately_settled_messages_are_not_redelivered_after_a_crash(place):
     assert custodian.settle_now(lease, [entry_of(messages[1], ACK)]) == report
     custodian.close()
 
-    # It dies: its lease lapses
-    again: list[bytes] = []
+    # When the run dies, and its lease lapses
+    redelivered: list[bytes] = []
 
-    def come_again() -> bool:
-        again.extend(message.data for message in place.settle(uuid.uuid4().hex)[0])
-        return len(again) >= 2
+    def receive_both() -> bool:
+        redelivered.extend(message.data for message in place.settle(uuid.uuid4().hex)[0])
+        return len(redelivered) >= 2
 
-    eventually(come_again)
-    assert sorted(again) == [b"1", b"3"]
+    eventually(receive_both)
+    assert sorted(redelivered) == [b"1", b"3"]
 
 
 def test_settled_headers_are_minimal(place):
@@ -181,6 +181,6 @@ def test_settled_headers_are_minimal(place):
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
     place.settle("g1", {0: retry})
 
-    letter = place.first(place.name)
-    assert set(letter[0].headers) == {MARK}
+    retried = place.first(place.name)
+    assert set(retried[0].headers) == {MARK}
     assert decode(b"\x00\x00") == {}

@@ -33,7 +33,7 @@ DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
 
 def test_wrong_credentials_are_one_clear_error_without_the_password(undeclared, caplog):
     caplog.set_level("DEBUG")
-    caplog.set_level("DEBUG", logger="pika")  # which otherwise keeps to itself
+    caplog.set_level("DEBUG", logger="pika")  # CRITICAL by default
     producer = RabbitMQProducer(queue=undeclared.name, conn_id="rabbit")
 
     with pytest.raises(ProducerError, match="refused the login of user 'me'") as raised:
@@ -79,7 +79,7 @@ def test_a_missing_queue_is_named_with_the_remedy(undeclared):
         undeclared.producer().source(undeclared.env())
 
 
-def test_a_queue_declared_with_other_arguments(place):
+def test_a_queue_declared_with_other_arguments_is_refused(place):
     with pytest.raises(ProducerError, match=r"PRECONDITION_FAILED.*other arguments"):
         place.producer(declare={"durable": True, "arguments": {"x-max-priority": 3}}).source(
             place.env()
@@ -96,8 +96,8 @@ def test_a_holding_queue_of_another_type_receives_no_message(place, name):
 
     # When a run receives, it fails
     with place.source() as source:
-        result = rf"{queue}.*inequivalent arg.*declare it as it is, or delete it once it is empty"
-        with pytest.raises(ProducerError, match=result):
+        pattern = rf"{queue}.*inequivalent arg.*declare it as it is, or delete it once it is empty"
+        with pytest.raises(ProducerError, match=pattern):
             source.receive(10, timeout=1.0)
 
     # Then nothing is lost
@@ -149,7 +149,7 @@ def test_a_missing_permission_at_settlement_loses_nothing(place):
             custodian.settle(lease, settlement)
         custodian.close()
 
-    # Then nothing was settled until the permission is back
+    # Then nothing is settled until the permission is granted again
     assert PASSWORD not in str(raised.value)
     assert place.carry_out(lease, settlement) == SettleReport(acked=1, requeued=1)
     assert [message.data for message in place.settle("g2")[0]] == [b"1"]
@@ -172,21 +172,21 @@ def test_undecodable_headers_are_harmless(place):
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
 
     messages, report = place.settle("g1", {0: retry, 1: retry}, metadata=["headers"])
-    again, _ = place.settle("g2", metadata=["headers"])
+    retried, _ = place.settle("g2", metadata=["headers"])
 
     assert sorted(message.data for message in messages) == [b"odd", b"plain"]
     assert report == SettleReport(requeued=2)
-    assert sorted(ids(again)) == sorted(ids(messages))
+    assert sorted(ids(retried)) == sorted(ids(messages))
 
 
-def nested(deep: int) -> dict[str, Any]:
+def nested(depth: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for _ in range(deep):
+    for _ in range(depth):
         result = {"n": result}
     return result
 
 
-#: Headers that a sender may well get past the broker.
+#: Headers that a broker accepts from a sender.
 HOSTILE: dict[str, dict[str, Any]] = {
     "nested": {"n": nested(40)},
     "nested beyond reason": {"n": nested(200)},
@@ -203,7 +203,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 def test_hostile_headers_are_received_and_survive_every_verdict(place):
-    # Given messages with each of them
+    # Given a message with each of these headers
     connection = ConnectionThread(address_for(place.producer(), place.env()))
     channel = connection.channel()
     for name, headers in HOSTILE.items():
@@ -215,20 +215,20 @@ def test_hostile_headers_are_received_and_survive_every_verdict(place):
     sent = sorted([*HOSTILE, "plain"])
 
     # When every one is retried, then dead-lettered
-    everyone = dict.fromkeys(range(len(sent)), RETRY)
+    retry_all = dict.fromkeys(range(len(sent)), RETRY)
     options: dict[str, Any] = {"metadata": ["headers", "priority"]}
-    first, retried = place.settle("g1", everyone, **options)
-    second, buried = place.settle("g2", dict.fromkeys(everyone, DEAD), **options)
+    first, first_report = place.settle("g1", retry_all, **options)
+    second, second_report = place.settle("g2", dict.fromkeys(retry_all, DEAD), **options)
 
     # Then no message is missing at any time, and redelivered ones keep their identity
     assert sorted(message.data.decode() for message in first) == sent
-    assert retried.requeued + retried.failed + retried.dead_lettered == len(sent)
+    assert first_report.requeued + first_report.failed + first_report.dead_lettered == len(sent)
     assert sorted(message.data.decode() for message in second) == sent
     assert sorted(ids(first)) == sorted(ids(second))
     assert all(len(message.message_id) < 300 for message in first)
-    assert buried.dead_lettered + buried.failed == len(sent)
-    left = [message.data.decode() for message in place.settle("g3")[0]]
-    while (found := place.get(place.queues.dead)) is not None:
-        left.append(found[1].decode())
-    assert sorted(left) == sent
-    assert (retried.failed, buried.failed) == (0, 0), (retried, buried)
+    assert second_report.dead_lettered + second_report.failed == len(sent)
+    bodies = [message.data.decode() for message in place.settle("g3")[0]]
+    while (dead_letter := place.get(place.queues.dead)) is not None:
+        bodies.append(dead_letter[1].decode())
+    assert sorted(bodies) == sent
+    assert (first_report.failed, second_report.failed) == (0, 0), (first_report, second_report)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.broker
 
 @pytest.fixture
 def extra(undeclared):
-    """The extras of a connection that finds the management API."""
+    """Returns the extras of a connection that reaches the management API."""
     return {"management_url": f"http://127.0.0.1:{undeclared.server.management_port}"}
 
 
@@ -55,8 +55,8 @@ def policy(
         manage(place.server, "DELETE", path)
 
 
-def received(place: Place, generation: str, **connection: Any) -> list[Message]:
-    """All messages, as one run with a connection of its own receives and keeps them."""
+def receive_all(place: Place, generation: str, **connection: Any) -> list[Message]:
+    """Receives all messages as a run with its own connection, and settles none."""
     source = RabbitMQProducer(queue=place.name, conn_id="rabbit").source(
         place.env(generation, **connection)
     )
@@ -74,43 +74,43 @@ def test_a_lossy_policy_is_an_error_before_the_first_receive(place, extra):
         policy(place, pattern, operator=True, expires=3_600_000) as name,
         pytest.raises(ProducerError, match=rf"operator policy '{name}' sets expires") as raised,
     ):
-        received(place, "g1", extra=extra)
+        receive_all(place, "g1", extra=extra)
 
-    # Nothing was declared, nothing taken; once the policy is gone, all is well.
+    # Then no queue is declared and no message received until the policy is deleted
     assert r"let no such policy match ^broadway\." in str(raised.value)
     assert place.depth(place.queues.held(0)) is None
-    assert [m.data for m in received(place, "g2", extra=extra)] == [b"1", b"2"]
+    assert [m.data for m in receive_all(place, "g2", extra=extra)] == [b"1", b"2"]
 
 
 def test_a_policy_on_the_source_is_a_warning_with_its_effect(place, extra, caplog):
     place.send(b"1")
 
     with policy(place, f"^{place.name}$", max_length=100):
-        assert len(received(place, "g1", extra=extra)) == 1
+        assert len(receive_all(place, "g1", extra=extra)) == 1
 
     [result] = [text for text in caplog.messages if place.name in text and "max-length" in text]
     assert "sets max-length 100: the oldest message is dropped" in result
 
 
 def test_every_run_checks_policies(place, extra, monkeypatch):
-    looks: list[str] = []
+    checked: list[str] = []
 
-    def look(connection: ConnectionThread, options: RabbitMQProducer) -> list[Any]:
-        looks.append(options.queue)
+    def record_check(connection: ConnectionThread, options: RabbitMQProducer) -> list[Any]:
+        checked.append(options.queue)
         return check_queues(connection, options)
 
-    monkeypatch.setattr(checks, "check_queues", look)
-    assert received(place, "g0", extra=extra) == []
+    monkeypatch.setattr(checks, "check_queues", record_check)
+    assert receive_all(place, "g0", extra=extra) == []
 
     for generation in ("g1", "g2"):
         place.send(b"1")
-        assert len(received(place, generation, extra=extra)) == 1
+        assert len(receive_all(place, generation, extra=extra)) == 1
 
-    assert looks == [place.name] * 3
+    assert checked == [place.name] * 3
 
 
-def settled(place: Place, lease: Lease, settlement: Settlement, **connection: Any) -> SettleReport:
-    """Settles with a connection that finds the management API."""
+def settle(place: Place, lease: Lease, settlement: Settlement, **connection: Any) -> SettleReport:
+    """Settles a lease with a connection that reaches the management API."""
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
     custodian = producer.custodian(place.env("custodian", **connection))
     try:
@@ -121,27 +121,27 @@ def settled(place: Place, lease: Lease, settlement: Settlement, **connection: An
 
 @pytest.mark.parametrize("queue", ["held", "dead"])
 def test_a_lossy_policy_keeps_a_dead_runs_messages_in_place(place, extra, queue):
-    """The sweep comes before the first message: it is the first that must not move them."""
+    """Checks policies before the sweep, which precedes the first receive."""
     # Given a run that checked the policies just now, and one that died and whose lease has lapsed
-    assert received(place, "g0", extra=extra) == []
+    assert receive_all(place, "g0", extra=extra) == []
     place.send(*[b"%d" % number for number in range(300)])
     messages, _ = place.hold(lease=3.0)
     assert len(messages) == 300
     time.sleep(3)
     before = place.depth(place.queues.held(0))
 
-    # When a policy would lose what is in one of the queues
+    # When a policy would delete messages from one of the queues
     with (
         policy(place, rf"^broadway\.{queue}\.{place.name}", expires=3_600_000) as name,
         pytest.raises(ProducerError, match=f"'{name}' sets expires 3600000 ms"),
     ):
-        received(place, "g2", extra=extra)
+        receive_all(place, "g2", extra=extra)
 
-    # Then nothing has moved, and all of it comes once the policy is gone
+    # Then no message has moved, and all are redelivered once the policy is deleted
     assert (place.depth(place.queues.held(0)), place.depth(place.name)) == (before, 0)
-    back = received(place, "g3", extra=extra)
-    assert sorted(m.data for m in back) == sorted(m.data for m in messages)
-    assert all(m.redelivered for m in back)
+    redelivered = receive_all(place, "g3", extra=extra)
+    assert sorted(m.data for m in redelivered) == sorted(m.data for m in messages)
+    assert all(m.redelivered for m in redelivered)
 
 
 @pytest.mark.parametrize(
@@ -159,21 +159,21 @@ def test_a_policy_set_during_a_run_keeps_only_failed_messages(
     settlement = settlement_of(messages, {messages[0].message_id: verdict})
 
     with policy(place, rf"^broadway\.{queue}\.{place.name}", **definition) as name:
-        report = settled(place, lease, settlement, extra=extra)
+        report = settle(place, lease, settlement, extra=extra)
         time.sleep(1)
 
     assert (report.acked, report.failed) == (2, 1)
     assert f"policy '{name}'" in " ".join(report.errors)
-    assert [m.data for m in received(place, "g2", extra=extra)] == [b"bad"]
+    assert [m.data for m in receive_all(place, "g2", extra=extra)] == [b"bad"]
 
 
 def test_a_run_without_management_api_warns(place, caplog):
     caplog.set_level("WARNING")
     place.send(b"1")
 
-    taken = received(place, "g1", extra={"management_url": "http://127.0.0.1:1"})
+    messages = receive_all(place, "g1", extra={"management_url": "http://127.0.0.1:1"})
 
-    assert len(taken) == 1
+    assert len(messages) == 1
     [result] = [text for text in caplog.messages if "could not be checked" in text]
     assert "the management API at http://127.0.0.1:1 cannot be reached" in result
 
@@ -183,7 +183,7 @@ def test_a_missing_user_tag_is_named(place, extra, caplog):
     place.send(b"1")
 
     with permitted(place.server) as user:
-        assert len(received(place, "g1", extra=extra, **user)) == 1
+        assert len(receive_all(place, "g1", extra=extra, **user)) == 1
 
     assert f"refuses user {user['login']!r}, who needs the tag 'management'" in caplog.text
     assert PASSWORD not in caplog.text
@@ -237,7 +237,7 @@ def test_management_checks_can_be_disabled(place, caplog):
     caplog.set_level("INFO")
     place.send(b"1")
 
-    assert len(received(place, "g1", extra={"management_url": False})) == 1
+    assert len(receive_all(place, "g1", extra={"management_url": False})) == 1
 
     assert "Policies are not checked" in caplog.text
     assert not [
@@ -269,13 +269,13 @@ def connection(undeclared, extra, monkeypatch):
     return "rabbit_checked"
 
 
-def reference(pipeline: type[Passing], **producer: Any) -> str:
+def make_reference(pipeline: type[Passing], **producer: Any) -> str:
     name = f"tests.integration.test_rabbitmq_checks:{pipeline.__name__}"
     return json.dumps({"class": name, "options": {"producer": producer}})
 
 
 def test_the_command_prints_findings(place, connection, capsys):
-    checked = reference(Checked, queue=place.name, conn_id=connection)
+    checked = make_reference(Checked, queue=place.name, conn_id=connection)
 
     fine = ran(capsys, "check", "--pipeline", checked)
     with policy(place, rf"^broadway\.held\.{place.name}", message_ttl=1000):
@@ -308,16 +308,18 @@ def test_the_command_warns_of_unreadable_policies(place, extra, monkeypatch, cap
     with permitted(place.server) as user:
         value = place.server.connection(**user, extra={"management_url": url})
         monkeypatch.setenv("AIRFLOW_CONN_RABBIT_BLIND", json.dumps(value))
-        done = ran(
+        result = ran(
             capsys,
             "check",
             "--pipeline",
-            reference(Checked, queue=place.name, conn_id="rabbit_blind"),
+            make_reference(Checked, queue=place.name, conn_id="rabbit_blind"),
         )
 
-    assert done.code == 0
-    assert "warning: whether policies make this run lose messages could not be checked" in done.out
-    assert PASSWORD not in done.out + done.err
+    assert result.code == 0
+    assert (
+        "warning: whether policies make this run lose messages could not be checked" in result.out
+    )
+    assert PASSWORD not in result.out + result.err
 
 
 class Checked(Passing):
@@ -337,15 +339,17 @@ def test_the_command_checks_every_producers_queue(undeclared, connection, capsys
     with undeclared.channel() as channel:
         channel.queue_declare("sharded-0", durable=True)
 
-    done = ran(capsys, "check", "--pipeline", reference(Sharded, conn_id=connection), "--json")
+    result = ran(
+        capsys, "check", "--pipeline", make_reference(Sharded, conn_id=connection), "--json"
+    )
 
-    assert done.code == 1
-    finding, *_ = json.loads(done.out)
+    assert result.code == 1
+    finding, *_ = json.loads(result.out)
     assert "has no queue 'sharded-1'" in finding["text"]
 
 
 def test_the_command_refuses_a_template(undeclared, connection, capsys):
-    templated = ran(capsys, "check", "--pipeline", reference(Checked, conn_id=connection))
+    templated = ran(capsys, "check", "--pipeline", make_reference(Checked, conn_id=connection))
 
     assert templated.code == 2
     assert "has the template queue='{{ var.value.queue }}'" in templated.err

@@ -26,15 +26,15 @@ from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
-#: Class and method of ``basic.ack``, as they stand in its frame.
+#: Class and method ids of ``basic.ack``, as in its frame.
 BASIC_ACK = b"\x00\x3c\x00\x50"
 #: The same of ``basic.consume`` and ``queue.declare``.
 BASIC_CONSUME, QUEUE_DECLARE = b"\x00\x3c\x00\x14", b"\x00\x32\x00\x0a"
 RETRY = Verdict(Action.RETRY, 0.0, "again", "process")
 
 
-def through(breaker: Breaker) -> dict[str, Any]:
-    """Options by which a consumer already stands when its connection breaks."""
+def breaker_options(breaker: Breaker) -> dict[str, Any]:
+    """Returns options for a consumer that is open before its connection breaks."""
     return {
         "uri": f"amqp://127.0.0.1:{breaker.port}",
         "qos": Qos(prefetch_count=1),
@@ -43,7 +43,7 @@ def through(breaker: Breaker) -> dict[str, Any]:
     }
 
 
-def one(source: Source) -> Message:
+def receive_one(source: Source) -> Message:
     [message] = source.secure(source.receive(1, timeout=5.0))
     return message
 
@@ -52,12 +52,12 @@ def test_generated_ids_stay_unique_after_a_reconnect(place):
     # Given a run that receives one message before its connection breaks, and one after
     place.send(b"before")
     with Breaker(place.server.address) as breaker:
-        with place.source(**through(breaker)) as source:
-            before = one(source)
+        with place.source(**breaker_options(breaker)) as source:
+            before = receive_one(source)
             synchronise(source)
             breaker.arm()
             place.send(b"after")
-            after = one(source)
+            after = receive_one(source)
             lease = source.lease
         assert breaker.broken == 1
 
@@ -65,14 +65,14 @@ def test_generated_ids_stay_unique_after_a_reconnect(place):
     settlement = settlement_of([before, after], {after.message_id: RETRY})
     report = place.carry_out(lease, settlement)
 
-    # Then each gets its own verdict
+    # Then each is settled by its own verdict
     assert before.message_id != after.message_id
     assert report == SettleReport(acked=1, requeued=1)
     assert [message.data for message in place.settle("g2")[0]] == [b"after"]
 
 
 def synchronise(source: Any) -> None:
-    """Waits until the broker has all that the source said so far."""
+    """Waits until the broker has processed all frames of the source."""
     source._consumer.channel.call("basic_qos", prefetch_count=1)
 
 
@@ -81,20 +81,20 @@ def test_a_retry_with_a_lost_ack_is_handled_once(place):
     place.send(b"first")
     mark = marked(b"second", "its-own", attempt=2)
     with Breaker(place.server.address) as breaker:
-        with place.source(**through(breaker)) as source:
-            first = one(source)
+        with place.source(**breaker_options(breaker)) as source:
+            first = receive_one(source)
             synchronise(source)
 
-            # When the connection breaks as the message is acknowledged: it is secured by then
+            # When the connection breaks at the ack of the message, which is already secured
             breaker.arm(BASIC_ACK)
             place.send(b"second", properties=pika.BasicProperties(headers=mark))
-            second = one(source)
+            second = receive_one(source)
             place.send(b"third")
             messages = [first, second, *place.take(source)]
             lease = source.lease
         assert breaker.broken == 1
 
-    # Then it is handled once, marked
+    # Then it is handled once, marked as redelivered
     assert [message.data for message in messages] == [b"first", b"second", b"third"]
     assert (second.message_id, second.attempt, second.redelivered) == ("its-own", 2, True)
     report = place.carry_out(lease, settlement_of(messages))
@@ -103,42 +103,42 @@ def test_a_retry_with_a_lost_ack_is_handled_once(place):
 
 
 def test_a_run_killed_between_confirm_and_ack_leaves_marked_copies(place):
-    # Given a run that has a confirmed bundle, and never reaches the broker with its acknowledgement
+    # Given a run whose bundle is confirmed, and whose acks never reach the broker
     place.send(b"one")
     with Breaker(place.server.address) as breaker:
-        with place.source(**through(breaker)) as source:
+        with place.source(**breaker_options(breaker)) as source:
             breaker.arm(BASIC_ACK, times=math.inf)
-            # Then it handles nothing of it: there would be a copy
+            # Then it handles none of its messages, since copies of them exist
             assert source.secure(source.receive(1, timeout=1.0)) == []
             lease = source.lease
         assert breaker.broken >= 1
 
-    # When it is dead, and the next run has what it held and what the queue has
+    # When the next run receives the dead run's messages and those in the queue
     place.carry_out(lease, Settlement(rest=RELEASE))
-    again, _ = place.hold("g2")
+    copies, _ = place.hold("g2")
 
-    # Then all copies come, each with an id of its own, and all are marked
-    assert {message.data for message in again} == {b"one"}
-    assert {message.redelivered for message in again} == {True}
-    ids = {message.message_id for message in again}
-    assert len(ids) == len(again) >= 2
+    # Then all copies are received, each with its own id, and marked as redelivered
+    assert {message.data for message in copies} == {b"one"}
+    assert {message.redelivered for message in copies} == {True}
+    ids = {message.message_id for message in copies}
+    assert len(ids) == len(copies) >= 2
 
 
 def test_a_run_waits_for_a_starting_broker(place, caplog):
     place.send(b"1")
     port = free_port()
-    came: list[Breaker] = []
-    later = threading.Timer(1.0, lambda: came.append(Breaker(place.server.address, port=port)))
-    later.start()
+    breakers: list[Breaker] = []
+    timer = threading.Timer(1.0, lambda: breakers.append(Breaker(place.server.address, port=port)))
+    timer.start()
 
     with place.source(
         uri=f"amqp://127.0.0.1:{port}", backoff_min=0.2, backoff_max=0.3, on_failure="retry"
     ) as source:
-        assert one(source).data == b"1"
+        assert receive_one(source).data == b"1"
 
     assert "cannot be reached" in caplog.text
     assert "trying again in" in caplog.text
-    [breaker] = came
+    [breaker] = breakers
     with breaker:
         pass
 
@@ -154,7 +154,7 @@ def test_failures_after_connecting_are_retried(place):
 
     options: dict[str, Any] = {"after_connect": unready, "on_failure": "retry", "backoff_min": 0.01}
     with place.source(**options, backoff_max=0.02) as source:
-        assert one(source).data == b"1"
+        assert receive_one(source).data == b"1"
     assert len(calls) == 3
 
     calls.clear()
@@ -164,15 +164,18 @@ def test_failures_after_connecting_are_retried(place):
     assert len(calls) == 1
 
 
-def failing(breaker: Breaker, **options: Any) -> dict[str, Any]:
-    """Options of a run that connects every tenth of a second, for a second."""
+def reconnect_options(breaker: Breaker, **options: Any) -> dict[str, Any]:
+    """Returns options of a run that connects every tenth of a second, for a second."""
     delays = {"backoff_min": 0.1, "backoff_max": 0.1, "reconnect_timeout": 1.0}
     return {"uri": breaker.uri, "on_failure": "retry", **delays, **options}
 
 
 def test_connections_that_fail_at_first_use_back_off_and_time_out(place):
     place.send(b"1")
-    with Breaker(place.server.address) as breaker, place.source(**failing(breaker)) as source:
+    with (
+        Breaker(place.server.address) as breaker,
+        place.source(**reconnect_options(breaker)) as source,
+    ):
         breaker.arm(BASIC_CONSUME, times=math.inf)
         began = time.monotonic()
         with pytest.raises(ProducerUnavailable, match="is lost"):
@@ -188,10 +191,10 @@ def test_a_stopped_run_does_not_wait_for_its_broker(place):
     stop = threading.Event()
     with Breaker(place.server.address) as breaker:
         slow = {"backoff_min": 30.0, "backoff_max": 30.0, "reconnect_timeout": 600.0}
-        options = failing(breaker, qos=Qos(prefetch_count=1), **slow)
+        options = reconnect_options(breaker, qos=Qos(prefetch_count=1), **slow)
         env = replace(place.env(), stopping=stop.is_set)
         source = place.producer(**options).source(env)
-        first = one(source)
+        first = receive_one(source)
         synchronise(source)
         breaker.arm(times=math.inf)
         threading.Timer(0.5, stop.set).start()
@@ -202,7 +205,7 @@ def test_a_stopped_run_does_not_wait_for_its_broker(place):
         lease = source.lease
         source.close()
 
-    # What it had received is its own, and settled.
+    # Then its received message is settled, and the other stays in the queue
     assert place.carry_out(lease, settlement_of([first])) == SettleReport(acked=1)
     assert [message.data for message in place.settle("g2")[0]] == [b"2"]
 
@@ -211,7 +214,7 @@ def test_settlement_survives_repeated_connection_losses(place):
     place.send(b"1")
     messages, lease = place.hold()
     with Breaker(place.server.address) as breaker:
-        custodian = place.producer(**failing(breaker)).custodian(place.env("custodian"))
+        custodian = place.producer(**reconnect_options(breaker)).custodian(place.env("custodian"))
         breaker.arm(QUEUE_DECLARE, times=math.inf)
         with pytest.raises(ProducerUnavailable, match="is lost"):
             custodian.settle(lease, settlement_of(messages))
@@ -219,7 +222,7 @@ def test_settlement_survives_repeated_connection_losses(place):
         assert 2 <= breaker.broken <= 12
 
         breaker.arm(QUEUE_DECLARE, times=5)
-        patient = failing(breaker, reconnect_timeout=60.0)
+        patient = reconnect_options(breaker, reconnect_timeout=60.0)
         custodian = place.producer(**patient).custodian(place.env("custodian"))
         assert custodian.settle(lease, settlement_of(messages)) == SettleReport(acked=1)
         custodian.close()
@@ -232,10 +235,10 @@ def test_a_run_survives_connections_closed_at_the_broker(place):
     # Given a run that has received a message
     place.send(b"1", b"2", b"3")
     with place.source(qos=Qos(prefetch_count=1), backoff_min=0.01) as source:
-        first = one(source)
+        first = receive_one(source)
         synchronise(source)
 
-        # When its connection is closed at the broker, in words: 320, CONNECTION_FORCED
+        # When the broker closes its connection with 320, CONNECTION_FORCED
         connection = source._connection
 
         def closed() -> bool:
@@ -249,7 +252,7 @@ def test_a_run_survives_connections_closed_at_the_broker(place):
     assert "(320)" in str(connection.lost)
     report = place.carry_out(lease, settlement_of(messages))
 
-    # Then it goes on with another
+    # Then it continues on a new connection
     assert sorted(message.data for message in messages) == [b"1", b"2", b"3"]
     assert report == SettleReport(acked=3)
 
@@ -257,11 +260,11 @@ def test_a_run_survives_connections_closed_at_the_broker(place):
 @pytest.mark.parametrize("at", ["claim", "bind", "opening bundle"])
 def test_a_connection_lost_while_opening_a_holding_queue_is_replaced(place, at):
     place.send(b"1")
-    result = {"claim": b".claim", "bind": b"\x00\x32\x00\x14", "opening bundle": b"AFBW"}
+    frames = {"claim": b".claim", "bind": b"\x00\x32\x00\x14", "opening bundle": b"AFBW"}
 
     with Breaker(place.server.address) as breaker:
-        breaker.arm(result[at])
-        with place.source(**through(breaker)) as source:
+        breaker.arm(frames[at])
+        with place.source(**breaker_options(breaker)) as source:
             messages = place.take(source)
             lease = source.lease
         assert breaker.broken == 1
@@ -276,8 +279,8 @@ def test_a_cancelled_consumer_is_one_clear_error(place):
     place.send(b"1")
 
     with place.source(qos=Qos(prefetch_count=1), on_failure="retry") as source:
-        assert one(source).data == b"1"
-        delete(place)
+        assert receive_one(source).data == b"1"
+        delete_queue(place)
         text = rf"{place.name}.*NOT_FOUND.*create it, or let the option `declare` do so"
         with pytest.raises(ProducerError, match=text):
             source.receive(1, timeout=5.0)
@@ -288,8 +291,8 @@ def test_a_deleted_queue_is_redeclared_if_configured(place):
     place.send(b"1")
 
     with place.source(**options, on_failure="retry", backoff_min=0.01) as source:
-        assert one(source).data == b"1"
-        delete(place)
+        assert receive_one(source).data == b"1"
+        delete_queue(place)
 
         def declared() -> bool:
             assert source.receive(1, timeout=0.5) == []
@@ -297,15 +300,15 @@ def test_a_deleted_queue_is_redeclared_if_configured(place):
 
         eventually(declared)
         place.send(b"2")
-        assert one(source).data == b"2"
+        assert receive_one(source).data == b"2"
 
 
-def delete(place: Place) -> None:
+def delete_queue(place: Place) -> None:
     with place.channel() as channel:
         channel.queue_delete(place.name)
 
 
-def test_consume_options_reach_the_broker_and_an_exclusive_consumer_stays_alone(place):
+def test_consume_options_reach_the_broker_and_exclude_other_consumers(place):
     # Given a run that consumes exclusively
     place.send(b"1")
     options: dict[str, Any] = {
@@ -314,17 +317,17 @@ def test_consume_options_reach_the_broker_and_an_exclusive_consumer_stays_alone(
         "on_failure": "retry",
     }
     with place.source("g1", **options) as source:
-        assert one(source).data == b"1"
+        assert receive_one(source).data == b"1"
         place.send(b"2")
 
         # When another run opens the same queue, its error has the reason
-        with place.source("g2", **options) as other:
-            result = "in exclusive use; another consumer has it for itself"
-            with pytest.raises(ProducerError, match=result):
-                other.receive(1, timeout=2.0)
+        with place.source("g2", **options) as second:
+            reason = "in exclusive use; another consumer has it for itself"
+            with pytest.raises(ProducerError, match=reason):
+                second.receive(1, timeout=2.0)
 
-        # Then the first goes on
-        assert one(source).data == b"2"
+        # Then the first continues
+        assert receive_one(source).data == b"2"
 
 
 def test_metadata_has_every_requested_field(place):
@@ -383,24 +386,24 @@ def test_a_binding_without_key_uses_the_empty_key(undeclared):
 
 
 def test_the_first_reachable_host_is_used_with_failover(place):
-    # Given a run on the second of three hosts, since the first is away
+    # Given a run on the second of three hosts, since the first is unreachable
     place.send(b"before")
     with Breaker(place.server.address) as breaker:
         hosts = f"127.0.0.1:1,127.0.0.1:{breaker.port},{place.host}:{place.port}"
-        options = {**through(breaker), "uri": f"amqp://{hosts}"}
+        options = {**breaker_options(breaker), "uri": f"amqp://{hosts}"}
         with place.source(**options) as source:
-            before = one(source)
+            before = receive_one(source)
             synchronise(source)
 
-            # When that goes away too
+            # When the second becomes unreachable too
             breaker.arm(BASIC_ACK)
             breaker.close()
             place.send(b"after")
-            after = one(source)
+            after = receive_one(source)
             lease = source.lease
     assert breaker.broken == 1
 
-    # Then the run goes on at the third, and is settled from there
+    # Then the run continues on the third, and is settled there
     assert place.carry_out(lease, settlement_of([before, after])) == SettleReport(acked=2)
 
 

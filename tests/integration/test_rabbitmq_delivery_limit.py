@@ -1,4 +1,4 @@
-"""Dead letters in a quorum queue of the user's own, whose delivery limit counts each look."""
+"""Dead letters in a user's quorum queue, whose delivery limit counts each browse."""
 
 from __future__ import annotations
 
@@ -15,99 +15,99 @@ from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
-LETTERS = 10
+DEAD_LETTERS = 10
 
 
 def declare(place: Place, **arguments: Any) -> str:
-    """A queue of dead letters with ten letters in it."""
+    """Declares a queue with ten dead letters; returns its name."""
     queue = f"{place.name}-dead"
     place.server.declare(queue, **{"x-queue-type": "quorum", **arguments})
-    place.server.fill(queue, [b"letter %d" % number for number in range(LETTERS)])
+    place.server.fill(queue, [b"letter %d" % number for number in range(DEAD_LETTERS)])
     return queue
 
 
-def opened(place: Place, queue: str, **extra: Any) -> Any:
+def open_dead_letters(place: Place, queue: str, **extra: Any) -> Any:
     url = f"http://127.0.0.1:{place.server.management_port}"
     env = place.env(login="guest", password="guest", extra={"management_url": url, **extra})
     producer = place.producer(dead_letter=queue, uri=None)
     return closing(producer.dead_letters(env))
 
 
-def look(place: Place, queue: str, **extra: Any) -> int:
-    with opened(place, queue, **extra) as letters:
-        return len(list(letters.letters()))
+def browse(place: Place, queue: str, **extra: Any) -> int:
+    with open_dead_letters(place, queue, **extra) as dead_letters:
+        return len(list(dead_letters.letters()))
 
 
-def look_from_outside(place: Place, queue: str, times: int) -> None:
-    """Browses the queue as the button of RabbitMQ's console does."""
-    body = {"count": LETTERS, "ackmode": "ack_requeue_true", "encoding": "auto"}
+def browse_in_console(place: Place, queue: str, times: int) -> None:
+    """Browses the queue as RabbitMQ's console does."""
+    body = {"count": DEAD_LETTERS, "ackmode": "ack_requeue_true", "encoding": "auto"}
     for _ in range(times):
-        assert len(manage(place.server, "POST", f"queues/%2F/{queue}/get", body)) == LETTERS
-        eventually(lambda: place.depth(queue) == LETTERS)
+        assert len(manage(place.server, "POST", f"queues/%2F/{queue}/get", body)) == DEAD_LETTERS
+        eventually(lambda: place.depth(queue) == DEAD_LETTERS)
 
 
 @pytest.mark.parametrize("limit", [1, 5, 20])
-def test_browsing_never_deletes_letters(undeclared, limit):
+def test_browsing_never_deletes_dead_letters(undeclared, limit):
     queue = declare(undeclared, **{"x-delivery-limit": limit})
-    seen, text = [], ""
+    counts, text = [], ""
     for _ in range(limit + 3):
         try:
-            seen.append(look(undeclared, queue))
+            counts.append(browse(undeclared, queue))
         except ProducerError as error:
-            seen.append(0)
+            counts.append(0)
             text = str(error)
 
-    looks = max(0, limit - RESERVE)
+    browses = max(0, limit - RESERVE)
     assert f"{queue!r} cannot be listed any more" in text
     assert f"the queue's delivery-limit is {limit}" in text
-    assert seen == [LETTERS] * looks + [0] * (limit + 3 - looks)
-    assert undeclared.depth(queue) == LETTERS
+    assert counts == [DEAD_LETTERS] * browses + [0] * (limit + 3 - browses)
+    assert undeclared.depth(queue) == DEAD_LETTERS
 
 
-def test_a_limit_of_a_policy_counts_as_well(undeclared):
+def test_a_delivery_limit_of_a_policy_is_respected(undeclared):
     queue = declare(undeclared)
     policy = {"pattern": f"^{queue}$", "definition": {"delivery-limit": 4}, "apply-to": "queues"}
     manage(undeclared.server, "PUT", f"policies/%2F/{queue}", policy)
     try:
         path = f"queues/%2F/{queue}"
         eventually(lambda: manage(undeclared.server, "GET", path).get("policy") == queue)
-        assert [look(undeclared, queue) for _ in range(2)] == [LETTERS, LETTERS]
+        assert [browse(undeclared, queue) for _ in range(2)] == [DEAD_LETTERS, DEAD_LETTERS]
         for _ in range(4):
             with pytest.raises(ProducerError, match="delivery-limit is 4"):
-                look(undeclared, queue)
+                browse(undeclared, queue)
     finally:
         manage(undeclared.server, "DELETE", f"policies/%2F/{queue}")
-    assert undeclared.depth(queue) == LETTERS
+    assert undeclared.depth(queue) == DEAD_LETTERS
 
 
 @pytest.mark.parametrize("times", [3, 4, 5])
 def test_deliveries_to_other_clients_are_counted(undeclared, times):
     queue = declare(undeclared, **{"x-delivery-limit": 5})
-    look_from_outside(undeclared, queue, times)
+    browse_in_console(undeclared, queue, times)
 
     for _ in range(4):
         with pytest.raises(ProducerError, match="cannot be listed any more"):
-            look(undeclared, queue)
+            browse(undeclared, queue)
 
-    assert undeclared.depth(queue) == LETTERS
+    assert undeclared.depth(queue) == DEAD_LETTERS
 
 
-def test_moving_some_letters_counts_and_moving_all_does_not(place):
+def test_moving_some_dead_letters_is_limited_and_moving_all_is_not(place):
     queue = declare(place, **{"x-delivery-limit": 4})
-    assert [look(place, queue) for _ in range(2)] == [LETTERS, LETTERS]
+    assert [browse(place, queue) for _ in range(2)] == [DEAD_LETTERS, DEAD_LETTERS]
 
-    with opened(place, queue) as letters:
-        for move in (letters.requeue, letters.delete):
+    with open_dead_letters(place, queue) as dead_letters:
+        for move in (dead_letters.requeue, dead_letters.delete):
             with pytest.raises(ProducerError, match="cannot be listed any more"):
                 move(Choice(reason="none of them"))
-        assert place.depth(queue) == LETTERS
-        assert letters.requeue().count == LETTERS
-    assert place.depth(place.name) == LETTERS
+        assert place.depth(queue) == DEAD_LETTERS
+        assert dead_letters.requeue().count == DEAD_LETTERS
+    assert place.depth(place.name) == DEAD_LETTERS
 
-    # The queue is empty, so what comes next is not burdened with the looks at what was there
-    assert look(place, queue) == 0
+    # The queue is empty, so its next messages have the whole delivery limit
+    assert browse(place, queue) == 0
     place.server.fill(queue, [b"another"])
-    assert look(place, queue) == 1
+    assert browse(place, queue) == 1
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_an_unknown_limit_refuses_browsing(undeclared, extra):
         with pytest.raises(
             ProducerError, match="whether the queue has a delivery limit is not known"
         ):
-            look(undeclared, queue, **extra)
+            browse(undeclared, queue, **extra)
 
-    assert undeclared.depth(queue) == LETTERS
+    assert undeclared.depth(queue) == DEAD_LETTERS
 
 
 def test_queues_without_limit_can_be_browsed_forever(undeclared):
     # RabbitMQ 3 has no default
     queue = declare(undeclared)
-    assert [look(undeclared, queue) for _ in range(25)] == [LETTERS] * 25
+    assert [browse(undeclared, queue) for _ in range(25)] == [DEAD_LETTERS] * 25

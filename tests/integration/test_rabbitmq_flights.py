@@ -1,7 +1,7 @@
-"""``dags/rabbitmq_flights.py`` in a real Airflow, with a real RabbitMQ: the demo's own truth.
+"""``dags/rabbitmq_flights.py`` in a real Airflow, with a real RabbitMQ, checked against its input.
 
-Its user has the permissions that the guide names and no more, and a password that must be found
-nowhere afterwards.
+Its user has only the permissions of the guide.  Its password must appear in no command line and in
+no file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.rabbitmq_place import PASSWORD, permitted
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.broker]
 
-#: Those of docs/rabbitmq.md for the queue ``flights``, which the pipeline declares.
+#: The permissions in docs/rabbitmq.md for the queue ``flights``, which the pipeline declares.
 LEAST = {
     "configure": r"^(flights|broadway\..*)$",
     "write": r"^(broadway\..*|amq\.default)$",
@@ -35,12 +35,12 @@ LEAST = {
 
 
 @contextmanager
-def commands_watched(text: str) -> Iterator[list[str]]:
-    """The processes of this machine whose arguments ever hold ``text``."""
+def watch_commands(text: str) -> Iterator[list[str]]:
+    """Collects the command lines of processes whose arguments contain ``text``."""
     commands: list[str] = []
     stop = threading.Event()
 
-    def look() -> None:
+    def scan() -> None:
         while not stop.wait(0.2):
             for file in Path("/proc").glob("[0-9]*/cmdline"):
                 try:
@@ -50,7 +50,7 @@ def commands_watched(text: str) -> Iterator[list[str]]:
                 if text.encode() in arguments:
                     commands.append(arguments.replace(b"\0", b" ").decode(errors="replace"))
 
-    watcher = threading.Thread(target=look)
+    watcher = threading.Thread(target=scan)
     watcher.start()
     try:
         yield commands
@@ -59,8 +59,8 @@ def commands_watched(text: str) -> Iterator[list[str]]:
         watcher.join()
 
 
-def files_with(text: str, folder: Path) -> list[str]:
-    """The files below a folder that hold ``text``: logs, staging, databases."""
+def find_files_with(text: str, folder: Path) -> list[str]:
+    """Returns the files below a folder that contain ``text``: logs, staging, databases."""
     return [
         str(file)
         for file in folder.rglob("*")
@@ -71,7 +71,7 @@ def files_with(text: str, folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("messages", [5_000, FLIGHTS])
-def test_the_flights_through_rabbitmq(tmp_path, messages):
+def test_flights_dag_handles_every_message_of_rabbitmq(tmp_path, messages):
     from airflow_broadway.producers.rabbitmq.amqp.address import address_of_uri
     from airflow_broadway.producers.rabbitmq.broker.holding_queues import QueueNames
 
@@ -86,7 +86,7 @@ def test_the_flights_through_rabbitmq(tmp_path, messages):
     with permitted(server, **LEAST) as user:
         env |= {"AIRFLOW_CONN_RABBITMQ_DEFAULT": json.dumps(server.connection(**user))}
         with (
-            commands_watched(PASSWORD) as commands,
+            watch_commands(PASSWORD) as commands,
             LocalAirflow(env, tmp_path / "logs", components=parts) as airflow,
         ):
             airflow.wait_for_dag("rabbitmq_flights")
@@ -106,6 +106,6 @@ def test_the_flights_through_rabbitmq(tmp_path, messages):
     assert server.count(QUEUE, QueueNames(QUEUE).held(0)) == 0
     assert server.count(QueueNames(QUEUE).dead) - dead_before == messages - len(departed)
     assert commands == []
-    # Airflow's logs and database, with every XCom; staging; what Spark was given.
+    # Airflow's logs and database, with every XCom; staging; Spark's input.
     assert list(tmp_path.rglob("manifest*.json"))
-    assert files_with(PASSWORD, tmp_path) == []
+    assert find_files_with(PASSWORD, tmp_path) == []

@@ -1,4 +1,4 @@
-"""The guide's numbers, each at its limit, at a real RabbitMQ."""
+"""The limits of the guide, each reached at a real RabbitMQ."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ pytestmark = pytest.mark.broker
 
 
 def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place):
-    # Given small messages, and such as two of a bundle would be just too large
+    # Given small messages, and two that together just exceed a bundle's size
     half = bundle.MAX_BYTES // 2
     place.send(*[b"%d" % number for number in range(1_600)], b"x" * half, b"y" * half)
 
     with place.source(on_failure="retry") as source:
         taken: list[Message] = []
-        while got := source.receive(2_000, timeout=0.3):
-            taken += got
+        while received := source.receive(2_000, timeout=0.3):
+            taken += received
         taken += source.stop()
         lease = source.lease
     assert len(taken) == 1_602
 
     # Then the holding queue has them in bundles within both bounds
     sizes = []
-    while found := place.get(lease.state["holding_queue"]):
-        _, held = bundle.unpack(found[1])
+    while stored := place.get(lease.state["holding_queue"]):
+        _, held = bundle.unpack(stored[1])
         sizes.append((len(held), sum(len(bundle.body) for bundle in held)))
     assert (bundle.MAX_MESSAGES, bundle.MAX_BYTES) == (500, 1024 * 1024)
     assert sum(count for count, _ in sizes) == 1_602
@@ -46,44 +46,44 @@ def test_a_bundle_holds_500_messages_and_a_mebibyte_at_most(place):
     assert max(size for _, size in sizes) < 1024 * 1024
 
 
-def test_redelivered_messages_come_before_new_ones(place):
+def test_redelivered_messages_are_received_before_new_ones(place):
     # Given messages that a run released, and as many new ones
     place.send(*[b"old %d" % number for number in range(40)])
     _, lease = place.hold("g1", on_failure="retry")
     assert place.carry_out(lease, Settlement(rest=RELEASE)).released == 40
     place.send(*[b"new %d" % number for number in range(40)])
 
-    # When the next takes all, by twenty
+    # When the next run receives all, twenty at a time
     with place.source("g2", on_failure="retry") as source:
         portions = []
-        while got := source.receive(20, timeout=0.5):
-            portions.append([message.redelivered for message in got])
+        while received := source.receive(20, timeout=0.5):
+            portions.append([message.redelivered for message in received])
 
     marks = [mark for portion in portions for mark in portion]
     assert marks == [*[True] * 40, *[False] * 40]
 
 
-class Moved(SystemClock):
+class MovableClock(SystemClock):
     """A clock that can be advanced."""
 
-    later = 0.0
+    offset = 0.0
 
     def now(self) -> datetime:
-        return super().now() + timedelta(seconds=self.later)
+        return super().now() + timedelta(seconds=self.offset)
 
 
 def test_a_run_stops_receiving_at_two_percent_of_its_lease(place):
     place.send(b"1", b"2", b"3")
-    clock = Moved()
+    clock = MovableClock()
     env = place.env("g1")
     object.__setattr__(env, "clock", clock)
     options: dict[str, Any] = {"lease": 10_000.0, "on_failure": "retry"}
     source = place.producer(**options).source(env)
     try:
         assert len(source.receive(1, timeout=5.0)) == 1
-        clock.later = 10_000.0 - 200.0 - 10.0
+        clock.offset = 10_000.0 - 200.0 - 10.0
         assert len(source.receive(1, timeout=5.0)) == 1
-        clock.later = 10_000.0 - 200.0 + 10.0
+        clock.offset = 10_000.0 - 200.0 + 10.0
         with pytest.raises(LeaseLapsed, match="is about to end while it still receives"):
             source.receive(1, timeout=5.0)
     finally:
@@ -95,19 +95,19 @@ def test_an_unsettled_message_is_redelivered_after_its_lease(place):
     place.send(b"1")
     began = time.monotonic()
     messages, lease = place.hold("g1", lease=4.0)
-    left = settlement_of(messages, rest=LEAVE)
-    assert place.carry_out(lease, left, lease=4.0) == SettleReport(left=1)
+    settlement = settlement_of(messages, rest=LEAVE)
+    assert place.carry_out(lease, settlement, lease=4.0) == SettleReport(left=1)
 
-    again = place.settle("g2")[0]
-    while not again:
+    redelivered = place.settle("g2")[0]
+    while not redelivered:
         assert time.monotonic() - began < 20.0
-        again = place.settle("g2")[0]
+        redelivered = place.settle("g2")[0]
     assert time.monotonic() - began >= 4.0 * 0.9
-    assert (ids(again), again[0].redelivered) == (ids(messages), True)
+    assert (ids(redelivered), redelivered[0].redelivered) == (ids(messages), True)
 
 
-class Waited:
-    """The module ``time``, as what waits for young queues sees it: time passes by sleep alone."""
+class FakeTime:
+    """Replaces the module ``time`` in waits for young queues: only sleep advances it."""
 
     def __init__(self) -> None:
         self.slept = 0.0
@@ -128,13 +128,13 @@ class Waited:
 
 
 @pytest.fixture
-def waited(monkeypatch):
-    result = Waited()
+def fake_time(monkeypatch):
+    result = FakeTime()
     monkeypatch.setattr(standing_queues, "time", result)
     return result
 
 
-def test_only_the_first_run_waits_for_a_young_holding_queue(place, monkeypatch, waited):
+def test_only_the_first_run_waits_for_a_young_holding_queue(place, monkeypatch, fake_time):
     monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 2.0)
 
     def receive(generation: str) -> None:
@@ -143,55 +143,55 @@ def test_only_the_first_run_waits_for_a_young_holding_queue(place, monkeypatch, 
             assert len(source.receive(1, timeout=20.0)) == 1
 
     receive("g1")
-    slept = waited.slept
+    slept = fake_time.slept
     assert slept >= 2.0
 
     place.settle("none", on_failure="retry")
-    messages = place.queues.held(0)
+    queue = place.queues.held(0)
     with place.channel() as channel:
-        channel.queue_purge(messages)
+        channel.queue_purge(queue)
     receive("g2")
-    assert waited.slept == slept
+    assert fake_time.slept == slept
 
 
-class TestQueuesThatStay:
-    """Queues of released messages, which are not used before they are old enough."""
+class TestStandingQueues:
+    """Queues of released messages, which are unused until they are old enough."""
 
-    def settle(self, place: Place, waited: Waited, generation: str) -> float:
-        """Retry a message; the seconds that were slept to settle it."""
+    def settle(self, place: Place, fake_time: FakeTime, generation: str) -> float:
+        """Retries a message; returns the seconds slept to settle it."""
         place.send(b"1")
         messages, lease = place.hold(generation, on_failure="retry")
         failed = Verdict(Action.RETRY, 60.0, "why", "process")
-        slept = waited.slept
+        slept = fake_time.slept
         report = place.carry_out(lease, settlement_of(messages, rest=failed), on_failure="retry")
         assert report == SettleReport(requeued=1)
-        return waited.slept - slept
+        return fake_time.slept - slept
 
-    def delay(self, place: Place) -> str:
+    def find_delay_queue(self, place: Place) -> str:
         delays = place.server.queue_names("broadway.delay.")
         [name] = [delay for delay in delays if place.name in delay]
         return name
 
     @pytest.fixture(autouse=True)
-    def ready(self, place, waited, monkeypatch):
+    def ready(self, place, fake_time, monkeypatch):
         place.send(b"0")
         place.settle("first", on_failure="retry")  # declares all but queues of delays
         monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 2.0)
 
-    def test_only_the_first_to_use_one_waits(self, place, waited):
-        assert self.settle(place, waited, "g1") == 2.0
-        assert self.settle(place, waited, "g2") == 0.0
+    def test_only_the_first_use_waits(self, place, fake_time):
+        assert self.settle(place, fake_time, "g1") == 2.0
+        assert self.settle(place, fake_time, "g2") == 0.0
 
-    def test_one_that_another_declared_is_waited_for(self, place, waited, tmp_path):
-        # Given a queue of which this staging folder does not know how old it is
-        assert self.settle(place, waited, "g1") == 2.0
-        for note in tmp_path.rglob("relied/*.json"):
-            note.unlink()
+    def test_a_queue_of_unknown_age_is_waited_for(self, place, fake_time, tmp_path):
+        # Given a queue whose age is not recorded in this staging folder
+        assert self.settle(place, fake_time, "g1") == 2.0
+        for record in tmp_path.rglob("relied/*.json"):
+            record.unlink()
 
-        assert self.settle(place, waited, "g2") == 2.0
+        assert self.settle(place, fake_time, "g2") == 2.0
 
-    def test_one_that_was_deleted_and_declared_anew_is_waited_for(self, place, waited):
-        assert self.settle(place, waited, "g1") == 2.0
-        manage(place.server, "DELETE", f"queues/%2F/{self.delay(place)}")
+    def test_a_redeclared_queue_is_waited_for(self, place, fake_time):
+        assert self.settle(place, fake_time, "g1") == 2.0
+        manage(place.server, "DELETE", f"queues/%2F/{self.find_delay_queue(place)}")
 
-        assert self.settle(place, waited, "g2") == 2.0
+        assert self.settle(place, fake_time, "g2") == 2.0

@@ -1,4 +1,4 @@
-"""Holding queues at a real broker: opened, fenced off, settled, swept and used again."""
+"""Holding queues at a real broker: opened, fenced off, settled, swept and reused."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
-#: The frames by which a bundle is published.
+#: The content type in frames that publish a bundle.
 BUNDLE = b"application/x-broadway-bundle"
 
 
 @contextmanager
-def connected(place: Place) -> Iterator[ConnectionThread]:
+def connect(place: Place) -> Iterator[ConnectionThread]:
     connection = ConnectionThread.to(address_for(place.producer(), place.env()))
     try:
         yield connection
@@ -49,21 +49,21 @@ def connected(place: Place) -> Iterator[ConnectionThread]:
         connection.close()
 
 
-def die(place: Place, generation: str, count: int, **options: Any) -> list[Message]:
-    """Takes messages, as a run that dies before its manifest and whose lease then lapses."""
+def hold_by_dead_run(place: Place, generation: str, count: int, **options: Any) -> list[Message]:
+    """Receives messages as a run that dies before its manifest, and whose lease then lapses."""
     place.send(*[b"%06d" % number for number in range(count)])
     messages, _ = place.hold(generation, lease=3.0, on_failure="retry", **options)
     assert len(messages) == count
     return messages
 
 
-def atoms(place: Place) -> int:
-    """The Erlang atoms of the node.  Each call of ``rabbitmqctl eval`` costs some itself."""
+def count_atoms(place: Place) -> int:
+    """Counts the node's Erlang atoms.  Each call of ``rabbitmqctl eval`` creates some itself."""
     text = place.server.evaluate("erlang:system_info(atom_count).")
     return int(text)
 
 
-# -- used again ------------------------------------------------------------------------------------
+# -- reuse -----------------------------------------------------------------------------------------
 
 
 def test_consecutive_runs_reuse_a_holding_queue(place):
@@ -106,10 +106,10 @@ def test_runs_create_no_erlang_atoms(place, runs):
     skip_without_own_server()
     holding, body = HoldingQueues(place.queues), b""
     declare = place.standing_queues().ensure_held
-    with connected(place) as connection:
+    with connect(place) as connection:
 
         def run(generation: str) -> None:
-            """Open, settle and free, as a run does."""
+            """Opens, settles and frees a holding queue, as a run does."""
             nonlocal body
             header = Header(
                 bundle=f"{generation}.0",
@@ -131,18 +131,18 @@ def test_runs_create_no_erlang_atoms(place, runs):
 
         for number in range(20):
             run(f"warm-{number}")
-        atoms(place)
-        before = atoms(place)
+        count_atoms(place)
+        before = count_atoms(place)
         for number in range(runs):
             run(f"run-{number}")
-        assert abs(atoms(place) - before) <= 20
+        assert abs(count_atoms(place) - before) <= 20
 
 
 # -- a dead run ------------------------------------------------------------------------------------
 
 
 def test_a_dead_runs_messages_are_taken_over_from_its_holding_queue(place):
-    messages = die(place, "dead", 1_200)
+    messages = hold_by_dead_run(place, "dead", 1_200)
     [(name, bundles)] = [
         (name, place.depth(name))
         for name in place.server.queue_names("broadway.held.")
@@ -170,15 +170,15 @@ def test_a_run_with_a_valid_lease_is_not_swept(place):
 
 
 def test_a_dead_run_of_a_renamed_pipeline_is_taken_over(place):
-    messages = die(place, "dead", 3)
+    messages = hold_by_dead_run(place, "dead", 3)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 1)
     place.folder = place.folder / "renamed"
 
     assert sorted(ids(place.settle("next")[0])) == sorted(ids(messages))
 
 
-def test_a_sweep_that_is_killed_is_completed_by_the_next(place, monkeypatch):
-    messages = die(place, "dead", 1_200)
+def test_a_killed_sweep_is_completed_by_the_next(place, monkeypatch):
+    messages = hold_by_dead_run(place, "dead", 1_200)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 3)
 
     def killed(queue: HoldingQueue) -> None:
@@ -194,7 +194,7 @@ def test_a_sweep_that_is_killed_is_completed_by_the_next(place, monkeypatch):
     assert all(message.redelivered for message in taken)
 
 
-def test_a_run_stopped_before_its_sweep_forgets_no_settlement(place):
+def test_a_run_stopped_before_its_sweep_keeps_every_settlement_record(place):
     # Given a settlement of ten days ago that was killed before the queue was emptied
     place.send(b"1")
     _, lease = place.hold("old")
@@ -206,14 +206,14 @@ def test_a_run_stopped_before_its_sweep_forgets_no_settlement(place):
     # When a run stops as it begins
     place.producer().source(replace(env, stopping=lambda: True)).close()
 
-    # Then a later one knows that nothing of it is to be handled again
+    # Then a later run handles none of its messages again
     assert journal.log_of("old").settled() is not None
     assert place.settle("later")[0] == []
     assert place.depth(place.queues.held(0)) == 0
 
 
-def held_behind_a_full_queue(place: Place) -> tuple[Sequence[Message], Lease]:
-    """Holds the one message that the source queue has room for, and fills its room with another."""
+def hold_with_full_source(place: Place) -> tuple[Sequence[Message], Lease]:
+    """Holds the only message that fits the source queue, and fills the queue with another."""
     with place.channel() as channel:
         channel.queue_delete(place.name)
     place.declare(**{"x-max-length": 1, "x-overflow": "reject-publish"})
@@ -224,13 +224,13 @@ def held_behind_a_full_queue(place: Place) -> tuple[Sequence[Message], Lease]:
 
 
 def test_messages_rejected_by_a_full_source_stay_in_the_holding_queue(place, caplog):
-    # Given a source queue that has room for one message, which another takes
-    messages, lease = held_behind_a_full_queue(place)
+    # Given a source queue with room for one message, filled by another
+    messages, lease = hold_with_full_source(place)
 
     # When the first is released
     report = place.carry_out(lease, Settlement(rest=RELEASE))
 
-    # Then it could not be settled, and the next run that finds room has it
+    # Then it is not settled, and the next run after the queue has room receives it
     assert (report.released, report.failed) == (0, 1)
     assert place.depth(lease.state["holding_queue"]) == 1
     with place.source("in between"):
@@ -242,8 +242,8 @@ def test_messages_rejected_by_a_full_source_stay_in_the_holding_queue(place, cap
 
 
 def test_released_messages_are_not_purged_while_counts_lag(place, monkeypatch):
-    # Given a message that is to be retried, and a source queue that has no room for it
-    messages, lease = held_behind_a_full_queue(place)
+    # Given a message to be retried, and a full source queue
+    messages, lease = hold_with_full_source(place)
     monkeypatch.setattr(HoldingQueue, "count", lambda *_: lease.state["bundles"])
 
     # When the count does not include the requeued message yet
@@ -251,7 +251,7 @@ def test_released_messages_are_not_purged_while_counts_lag(place, monkeypatch):
     report = place.carry_out(lease, settlement_of(messages, {messages[0].message_id: retry}))
     monkeypatch.undo()
 
-    # Then the next run that finds room has it
+    # Then the next run after the queue has room receives it
     assert report.failed == 1
     assert place.first(place.name)[1] == b"in the way"
     assert ids(place.settle("next")[0]) == ids(messages)
@@ -260,11 +260,11 @@ def test_released_messages_are_not_purged_while_counts_lag(place, monkeypatch):
 @pytest.mark.parametrize("noted", [False, True], ids=["before", "as it opens its queue"])
 def test_a_generation_swept_before_its_first_message_cannot_begin(place, noted):
     with place.source("g1") as source:
-        opened = source.lease
+        lease = source.lease
         if noted:  # and loses its connection
             journal = QueueJournal(place.env().staging, place.name)
-            journal.note_opened("g1", place.queues.held(0), opened.deadline)
-        assert place.carry_out(opened, Settlement(rest=RELEASE)) == SettleReport()
+            journal.note_opened("g1", place.queues.held(0), lease.deadline)
+        assert place.carry_out(lease, Settlement(rest=RELEASE)) == SettleReport()
         place.send(b"1")
 
         with pytest.raises(LeaseLapsed, match="released before its first message"):
@@ -276,13 +276,13 @@ def test_a_generation_swept_before_its_first_message_cannot_begin(place, noted):
 
 
 def receive_until_lapsed(source: Source) -> LeaseLapsed:
-    """Receives until the lease is said to be over."""
+    """Receives until ``LeaseLapsed`` is raised, and returns it."""
     for _ in range(200):
         try:
             source.receive(1_000, timeout=0.5)
         except LeaseLapsed as error:
             return error
-    raise AssertionError("it went on")
+    raise AssertionError("the lease did not lapse")
 
 
 # -- the fence -------------------------------------------------------------------------------------
@@ -297,21 +297,21 @@ def test_a_publisher_paused_across_the_unbind_loses_nothing(place):
             assert len(source.receive(1, timeout=5.0)) == 1
             breaker.hold(BUNDLE)
             place.send(b"2", b"3")
-            waking = threading.Thread(target=breaker.release)
-            ended: list[LeaseLapsed] = []
-            receiving = threading.Thread(target=lambda: ended.append(receive_until_lapsed(source)))
+            resuming = threading.Thread(target=breaker.release)
+            errors: list[LeaseLapsed] = []
+            receiving = threading.Thread(target=lambda: errors.append(receive_until_lapsed(source)))
             receiving.start()
             assert breaker.holds.wait(30)
             report = place.carry_out(source.lease, Settlement(rest=RELEASE))
             assert report == SettleReport(released=1)
 
-            # When it wakes
-            waking.start()
+            # When it resumes
+            resuming.start()
             receiving.join(60)
-            waking.join()
+            resuming.join()
 
             # Then its bundle is returned to it, and it acknowledges nothing
-            assert len(ended) == 1
+            assert len(errors) == 1
             assert list(source.stop()) == []
     assert place.depth(place.queues.held(0)) == 0
     rest, _ = place.settle("next")
@@ -319,7 +319,7 @@ def test_a_publisher_paused_across_the_unbind_loses_nothing(place):
 
 
 def test_a_lapsed_publisher_is_fenced_off_by_the_sweep(place):
-    messages = die(place, "dead", 3)
+    messages = hold_by_dead_run(place, "dead", 3)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 1)
 
     taken, _ = place.settle("next")
@@ -336,14 +336,14 @@ def test_a_publisher_unbound_in_traffic_loses_nothing(place):
     place.send(*sent)
     with place.source("fenced", on_failure="retry") as source:
         assert source.receive(1_000, timeout=5.0)
-        released = threading.Thread(
+        releasing = threading.Thread(
             target=lambda: place.carry_out(source.lease, Settlement(rest=RELEASE))
         )
-        released.start()
+        releasing.start()
         with suppress(LeaseLapsed):  # unless it had received all of them before the unbind
-            while source.receive(1_000, timeout=0.5) or released.is_alive():
+            while source.receive(1_000, timeout=0.5) or releasing.is_alive():
                 pass
-        released.join()
+        releasing.join()
 
     rest = [*place.settle("next")[0], *place.settle("after")[0]]
     assert sorted({message.data for message in rest}) == sent
@@ -366,8 +366,8 @@ def test_a_deleted_exchange_ends_the_run_with_a_remedy(place):
     assert sorted(message.data for message in place.settle("g2")[0]) == [b"1", b"2"]
 
 
-def late_bundle(place: Place) -> None:
-    """Publishes a bundle that was under way when its generation was fenced off."""
+def publish_late_bundle(place: Place) -> None:
+    """Publishes a bundle that was in flight when its generation was fenced off."""
     late = Header(bundle="late.1", generation="g0", queue=place.name, count=1, until=1.0)
     body = pack(late, [Held("m0", 1, False, b"\0\0", b"\0\0", b"late")])
     with place.channel() as channel:
@@ -376,19 +376,19 @@ def late_bundle(place: Place) -> None:
 
 
 @pytest.mark.parametrize("noted", [False, True], ids=["before it settles", "before it purges"])
-def test_foreign_bundles_stay_for_the_sweep(place, noted, monkeypatch):
+def test_foreign_bundles_are_left_to_the_next_sweep(place, noted, monkeypatch):
     place.send(b"1")
     messages, lease = place.hold("g1")
     if noted:
-        note = QueueJournal.note_settled
+        note_settled = QueueJournal.note_settled
 
-        def note_then_late(*given: Any, **about: Any) -> Any:
-            late_bundle(place)
-            return note(*given, **about)
+        def publish_and_note(*arguments: Any, **options: Any) -> Any:
+            publish_late_bundle(place)
+            return note_settled(*arguments, **options)
 
-        monkeypatch.setattr(QueueJournal, "note_settled", note_then_late)
+        monkeypatch.setattr(QueueJournal, "note_settled", publish_and_note)
     else:
-        late_bundle(place)
+        publish_late_bundle(place)
 
     assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
     monkeypatch.undo()
@@ -399,10 +399,10 @@ def test_foreign_bundles_stay_for_the_sweep(place, noted, monkeypatch):
 
 
 def test_opening_another_queue_unbinds_the_first(place):
-    # Given a generation that lost its connection when it was bound, and another in its queue by now
+    # Given a generation that lost its connection once bound, and whose queue another now uses
     holding, declare = HoldingQueues(place.queues), place.standing_queues().ensure_held
     first, second = place.queues.held(0), place.queues.held(1)
-    with connected(place) as connection, place.channel() as channel:
+    with connect(place) as connection, place.channel() as channel:
 
         def open_queue(generation: str, earlier: str = "") -> str:
             header = Header(
@@ -420,28 +420,28 @@ def test_opening_another_queue_unbinds_the_first(place):
         assert open_queue("other") == first
         channel.queue_bind(first, EXCHANGE, place.queues.key("g1"))
 
-        # When it goes on
+        # When it continues
         assert open_queue("g1", earlier=first) == second
         channel.confirm_delivery()
         channel.basic_publish(EXCHANGE, place.queues.key("g1"), b"bundle", mandatory=True)
 
-    # Then its bundles are in its own queue alone
+    # Then its bundles are only in its new queue
     assert (place.depth(first), place.depth(second)) == (1, 2)
 
 
 def test_a_claim_ends_with_its_connection(place):
     name, holding = place.queues.held(0), HoldingQueues(place.queues)
-    with connected(place) as one, connected(place) as other:
-        with holding.claim(one, name) as claimed, holding.claim(other, name) as refused:
+    with connect(place) as first, connect(place) as second:
+        with holding.claim(first, name) as claimed, holding.claim(second, name) as refused:
             assert claimed is not None
             assert refused is None
-        with holding.claim(one, name):
-            one.close()
-            with holding.claim(other, name, 5.0) as claimed:
+        with holding.claim(first, name):
+            first.close()
+            with holding.claim(second, name, 5.0) as claimed:
                 assert claimed is not None
 
 
-# -- what others put there -------------------------------------------------------------------------
+# -- foreign messages ------------------------------------------------------------------------------
 
 NEWER = b"AFBW\x09\x00\x00\x00\x02{}"
 GARBAGE = [
@@ -470,7 +470,7 @@ def test_a_holding_queue_with_unreadable_messages_is_skipped_and_reported(place,
 
 
 def test_an_unreadable_bundle_stays_and_the_others_are_released(place, caplog):
-    messages = die(place, "dead", 3)
+    messages = hold_by_dead_run(place, "dead", 3)
     with place.channel() as channel:
         channel.confirm_delivery()
         channel.basic_publish("", place.queues.held(0), NEWER)
@@ -499,7 +499,7 @@ def test_a_bundle_names_its_owner(place):
 
 
 def test_released_messages_arrive_despite_latency(place):
-    sent = place.give_back(*[b"%d" % number for number in range(10)])
+    sent = place.send_released(*[b"%d" % number for number in range(10)])
 
     with (
         Breaker(place.server.address, delay=0.03) as breaker,
@@ -511,16 +511,16 @@ def test_released_messages_arrive_despite_latency(place):
 
 
 def test_ids_of_released_messages_are_not_reused(place):
-    # Given a message that was released, and others that bear a copy of its mark
+    # Given a message that was released, and others with a copy of its mark
     copied = pika.BasicProperties(headers=marked(b"same", "copied"))
-    [first] = place.give_back(b"same", properties=copied)
+    [first] = place.send_released(b"same", properties=copied)
     place.send(b"same", b"other", b"same", properties=copied)
 
-    # When one run takes them all, and only the first of them succeeds
+    # When one run receives them all, and only the first of them succeeds
     retry = Verdict(Action.RETRY, 0.0, "again", "process")
     messages, report = place.settle("g1", {1: retry, 2: retry, 3: retry})
 
-    # Then each is a message of its own, with a verdict of its own
+    # Then each is a separate message with its own verdict
     assert first.message_id == "copied"
     assert sorted(message.data for message in messages) == [b"other", b"same", b"same", b"same"]
     assert len({message.message_id for message in messages}) == 4
@@ -530,21 +530,21 @@ def test_ids_of_released_messages_are_not_reused(place):
 
 def test_concurrent_runs_sweep_a_dead_run_once(place, caplog):
     caplog.set_level(logging.WARNING)
-    messages = die(place, "dead", 600)
+    messages = hold_by_dead_run(place, "dead", 600)
     eventually(lambda: place.producer().depth(place.env("look")).ready == 2)
-    barrier, found = threading.Barrier(2), []
+    barrier, received = threading.Barrier(2), []
 
     def run(generation: str) -> None:
         barrier.wait(30)
-        found.extend(place.settle(generation, on_failure="retry")[0])
+        received.extend(place.settle(generation, on_failure="retry")[0])
 
-    both = [threading.Thread(target=run, args=(f"g{number}",)) for number in range(2)]
-    for source in both:
-        source.start()
-    for source in both:
-        source.join()
-    found += place.settle("rest")[0]
+    threads = [threading.Thread(target=run, args=(f"g{number}",)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    received += place.settle("rest")[0]
 
-    assert sorted(ids(found)) == sorted(ids(messages))
+    assert sorted(ids(received)) == sorted(ids(messages))
     assert caplog.text.count("has ended and left 600 messages") == 1
     assert QueueJournal(place.env().staging, place.name).is_over("dead")

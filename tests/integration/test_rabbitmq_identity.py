@@ -1,4 +1,4 @@
-"""Copies under two ids at a real RabbitMQ: the rows of each message are in the table once."""
+"""Copies under two ids at a real RabbitMQ: each message's rows are committed once."""
 
 from __future__ import annotations
 
@@ -39,15 +39,18 @@ def place(place, monkeypatch):
     return place
 
 
-def started(
+def make_run(
     place: Place,
     folder: Path,
     number: int = 1,
     *,
-    over: Sequence[int] | None = None,
+    ended: Sequence[int] | None = None,
     **producer: Any,
 ) -> Run:
-    """A run of a pipeline on the queue, whose earlier runs are over, or only some."""
+    """Returns a run of a pipeline on the queue.
+
+    :param ended: The numbers of runs that have ended; by default all earlier ones.
+    """
 
     class OnRabbit(Folder):
         name = "Sums"
@@ -63,7 +66,7 @@ def started(
     def pipeline(producer: object, **options: Any) -> Folder:
         return OnRabbit(**options)
 
-    finished = [f"manual__{item}" for item in (range(1, number) if over is None else over)]
+    finished = [f"manual__{item}" for item in (range(1, number) if ended is None else ended)]
     return make(folder, f"manual__{number}", pipeline=pipeline, create=False, finished=finished)
 
 
@@ -73,8 +76,8 @@ def send(place: Place, values: range, *, with_ids: bool = True) -> None:
         place.send(b"%d" % value, properties=pika.BasicProperties(message_id=key))
 
 
-def all_of(run: Run, **budget: Any) -> dict[str, int]:
-    """Every task once; returns the report's totals."""
+def run_all_tasks(run: Run, **budget: Any) -> dict[str, int]:
+    """Runs every task once; returns the report's totals."""
     pulled = run.process(**budget)
     if pulled["batchers"]:
         batch(run, pulled)
@@ -87,13 +90,13 @@ def test_rows_are_committed_once_where_a_process_dies_before_its_ack(
 ) -> None:
     # Given messages that are both in the queue and in a dead run's bundle
     send(place, range(1, 5))
-    dies(started(place, tmp_path).process, CONFIRMED)
+    dies(make_run(place, tmp_path).process, CONFIRMED)
 
     # When later runs receive both
     totals = Counter[str]()
     for number in range(2, 12):
-        run = started(place, tmp_path, number)
-        totals.update(all_of(run, max_messages=messages))
+        run = make_run(place, tmp_path, number)
+        totals.update(run_all_tasks(run, max_messages=messages))
         if not place.depth(place.name):
             break
 
@@ -108,18 +111,18 @@ def test_rows_are_committed_once_where_two_runs_hold_a_copy_each(
     place: Place, tmp_path: Path
 ) -> None:
     send(place, range(1, 5))
-    dies(started(place, tmp_path).process, CONFIRMED)
+    dies(make_run(place, tmp_path).process, CONFIRMED)
 
     # When two runs receive some each, before one of them is settled
-    runs = [started(place, tmp_path, 2), started(place, tmp_path, 3, over=[1])]
+    runs = [make_run(place, tmp_path, 2), make_run(place, tmp_path, 3, ended=[1])]
     pulled = [runs[0].process(max_messages=4), runs[1].process()]
     totals = Counter[str]()
     for run, reference in zip(runs, pulled, strict=True):
         if reference["batchers"]:
             batch(run, reference)
         totals.update(balanced(run.ack()))
-    later = started(place, tmp_path, 4)
-    totals.update(all_of(later))
+    later = make_run(place, tmp_path, 4)
+    totals.update(run_all_tasks(later))
 
     assert numbers(later) == [1, 2, 3, 4]
     assert totals["released"] == totals["received"] - 8
@@ -133,14 +136,14 @@ def test_rows_are_committed_once_where_a_connection_breaks_before_the_ack(
     send(place, range(1, 5))
     with Breaker(place.server.address) as breaker:
         uri = f"{breaker.uri}/?management_url=false"
-        run = started(place, tmp_path, uri=uri, backoff_min=0.1, backoff_max=0.2)
+        run = make_run(place, tmp_path, uri=uri, backoff_min=0.1, backoff_max=0.2)
         breaker.arm(ACK_FRAME)
-        totals = Counter(all_of(run))
+        totals = Counter(run_all_tasks(run))
         assert breaker.broken == 1
 
-    # When a later run receives what is in no manifest
-    later = started(place, tmp_path, 2)
-    totals.update(all_of(later))
+    # When a later run receives the messages in no manifest
+    later = make_run(place, tmp_path, 2)
+    totals.update(run_all_tasks(later))
 
     assert numbers(later) == [1, 2, 3, 4]
     assert (totals["acked"], totals["already_applied"]) == (8, 4)
@@ -150,9 +153,9 @@ def test_rows_are_committed_once_where_a_connection_breaks_before_the_ack(
 def test_rows_are_committed_once_where_a_settlement_releases_twice(
     place: Place, tmp_path: Path, with_ids: bool
 ) -> None:
-    # Given messages that a settlement releases, and releases again since it died
+    # Given messages that a settlement releases twice, since it died after the first release
     send(place, range(1, 4), with_ids=with_ids)
-    first = started(place, tmp_path)
+    first = make_run(place, tmp_path)
     first.process()
     dies(first.ack, PUBLISHED)
     first.ack()
@@ -160,8 +163,8 @@ def test_rows_are_committed_once_where_a_settlement_releases_twice(
     # When later runs receive one each
     totals = Counter[str]()
     for number in range(2, 10):
-        run = started(place, tmp_path, number)
-        totals.update(all_of(run, max_messages=1))
+        run = make_run(place, tmp_path, number)
+        totals.update(run_all_tasks(run, max_messages=1))
 
     assert numbers(run) == [1, 2, 3]
     assert totals["without_identity"] == (0 if with_ids else totals["received"])
@@ -172,13 +175,13 @@ def test_rows_are_committed_once_where_a_settlement_releases_twice(
     [({}, [1, 1, 2, 2]), ({"message_identity": "message_id"}, [1, 2])],
     ids=["by default", "declared"],
 )
-def test_a_publishers_copies_are_found_where_an_identity_is_declared(
+def test_a_publishers_copies_are_detected_where_an_identity_is_declared(
     place: Place, tmp_path: Path, options: dict[str, Any], rows: list[int]
 ) -> None:
     for number in (1, 2):
         send(place, range(1, 3))
-        run = started(place, tmp_path, number, **options)
-        all_of(run)
+        run = make_run(place, tmp_path, number, **options)
+        run_all_tasks(run)
 
     assert numbers(run) == rows
     assert place.depth(place.name) == 0

@@ -1,4 +1,4 @@
-"""Brokers with narrow limits, and callbacks that take their time."""
+"""Brokers with narrow limits, and slow callbacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
-#: RabbitMQ's own, of 3.10.
+#: The defaults of RabbitMQ 3.10.
 MAX_SIZE, TIMEOUT, TICK = 134_217_728, 1_800_000, 60_000
 
 
@@ -31,7 +31,7 @@ def test_no_message_is_unacknowledged_during_slow_callbacks(place, monkeypatch):
     monkeypatch.setattr(consumer, "DEMAND_TIMEOUT", 0.3)
     place.send(*[b"%d" % number for number in range(100)])
     with place.source(qos=Qos(prefetch_count=20)) as source:
-        # Given a run whose broker has sent ahead more than was asked for
+        # Given a run whose broker has sent more than its demand
         messages = [*source.receive(20, timeout=5.0)]
         messages += source.receive(20, timeout=5.0)
         count = len(messages)
@@ -39,13 +39,13 @@ def test_no_message_is_unacknowledged_during_slow_callbacks(place, monkeypatch):
         # When its callbacks take longer than the broker should wait
         eventually(lambda: place.count(place.name) >= 100 - count)
 
-        # Then others can have what it was not given, and it goes on, with as much as it asks for
+        # Then the surplus is back in the queue, and the run receives no more than its demand
         while len(messages) < 100:
-            got = source.receive(20, timeout=5.0)
-            messages += got
-            assert got
+            received = source.receive(20, timeout=5.0)
+            messages += received
+            assert received
             unacknowledged = 100 - len(messages) - place.count(place.name)
-            assert unacknowledged <= 20 - len(got)  # the rest of the demand is still on its way
+            assert unacknowledged <= 20 - len(received)  # the rest of the demand is in flight
         messages += source.stop()
         lease = source.lease
     assert sorted(int(message.data) for message in messages) == list(range(100))
@@ -57,7 +57,7 @@ def test_the_consumer_timeout_ends_no_run(place, monkeypatch, caplog):
     skip_without_own_server()
     monkeypatch.setattr(
         consumer, "DEMAND_TIMEOUT", 3600.0
-    )  # as if this broker had less patience than we
+    )  # as if this broker's timeout were shorter than ours
     caplog.set_level(logging.WARNING)
     place.send(*[b"%d" % number for number in range(100)])
     with (
@@ -69,9 +69,9 @@ def test_the_consumer_timeout_ends_no_run(place, monkeypatch, caplog):
             messages += source.receive(20, timeout=5.0)
         time.sleep(5.0)
         while len(messages) < 100:
-            got = source.receive(20, timeout=5.0)
-            assert got
-            messages += got
+            received = source.receive(20, timeout=5.0)
+            assert received
+            messages += received
         lease = source.lease
     assert "delivery acknowledgement" in caplog.text
     assert sorted(int(message.data) for message in messages) == list(range(100))
@@ -92,21 +92,21 @@ def test_stopping_on_a_blocked_connection_waits_for_pending_confirms(place):
         inner: Any = source
         place.server.control("set_vm_memory_high_watermark", "absolute", "1MB")
         try:
-            # When it stops with messages under way, and there is room only after that second
+            # When it stops with messages in flight, and memory is free only after that second
             inner._buffer.demand(5)
             inner._connection.post(lambda: inner._consumer.want(5))
             eventually(lambda: inner._connection.blocked)
-            room = threading.Timer(
+            recovery = threading.Timer(
                 2.5, place.server.control, ("set_vm_memory_high_watermark", "absolute", "3GB")
             )
-            room.start()
+            recovery.start()
             messages += source.stop()
-            room.join()
+            recovery.join()
         finally:
             place.server.control("set_vm_memory_high_watermark", "absolute", "3GB")
         lease = source.lease
 
-    # Then it has them, and knows what it holds
+    # Then it has the messages, and its lease counts no extra bundle
     assert sorted(int(message.data) for message in messages) == list(range(10))
     assert not lease.state["extra"]
     assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=10)
@@ -117,7 +117,7 @@ def test_stopping_on_a_blocked_connection_waits_for_pending_confirms(place):
 
 @pytest.fixture(scope="module")
 def narrow():
-    """A server that takes no message of more than 200,000 bytes."""
+    """Yields a server that rejects messages of more than 200,000 bytes."""
     skip_without_own_server()
     server = wanted_server()
     with server.setting(max_message_size=(200_000, MAX_SIZE)):
@@ -126,7 +126,7 @@ def narrow():
 
 @pytest.mark.usefixtures("narrow")
 def test_bundles_respect_the_brokers_size_limit(place):
-    # Given more bytes than the broker takes in one message, and one too large for any bundle
+    # Given more bytes than the broker accepts in one message, and one too large for any bundle
     bodies = [b"%03d" % number + b"x" * 10_000 for number in range(60)]
     place.send(*bodies, b"y" * 199_990)
 
@@ -137,10 +137,10 @@ def test_bundles_respect_the_brokers_size_limit(place):
     ):
         place.take(source)
 
-    # And when one is
+    # And when the limit is set
     messages, report = place.settle("g1", max_message_bytes=190_000)
 
-    # Then it handles all, and sets aside what fits no bundle, with the way out
+    # Then it handles all that fit a bundle, and dead-letters the other with the remedy
     assert sorted(message.data for message in messages) == bodies
     assert (report.acked, report.total) == (60, 60)
     assert "beside those received: 1 (too large)" in report.errors[0]

@@ -1,4 +1,4 @@
-"""``merge_options`` at a real broker: what it replaces counts from receiving to settling."""
+"""``merge_options`` at a real broker: merged options apply from receiving to settling."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.rabbitmq_place import Place
 pytestmark = pytest.mark.broker
 
 
-def shards(place: Place, count: int = 2) -> list[str]:
-    """Queues, with two messages in each."""
+def declare_shards(place: Place, count: int = 2) -> list[str]:
+    """Declares queues with two messages in each; returns their names."""
     names = [f"{place.name}-{index}" for index in range(count)]
     with place.channel() as channel:
         channel.confirm_delivery()
@@ -32,7 +32,7 @@ def shards(place: Place, count: int = 2) -> list[str]:
     return names
 
 
-def taken(place: Place, producer: RabbitMQProducer, index: int) -> tuple[list[Message], Lease]:
+def receive(place: Place, producer: RabbitMQProducer, index: int) -> tuple[list[Message], Lease]:
     env = dataclasses.replace(place.env(f"g{index}"), index=index)
     source = producer.source(env)
     try:
@@ -42,26 +42,26 @@ def taken(place: Place, producer: RabbitMQProducer, index: int) -> tuple[list[Me
 
 
 def test_sharded_queues_are_settled_by_their_own_options(undeclared):
-    # Given two producers, each with a queue and a place for dead letters of its own
-    names = shards(undeclared)
-    graves = [f"{name}-grave" for name in names]
+    # Given two producers, each with its own queue and its own dead-letter queue
+    names = declare_shards(undeclared)
+    dead_queues = [f"{name}-dead" for name in names]
     with undeclared.channel() as channel:
-        for grave in graves:
-            channel.queue_declare(grave, durable=True)
+        for queue in dead_queues:
+            channel.queue_declare(queue, durable=True)
 
     def merge(index: int) -> Mapping[str, Any]:
         return {
             "queue": names[index],
-            "dead_letter": graves[index],
+            "dead_letter": dead_queues[index],
             "metadata": ["routing_key"] if index else [],
             "on_failure": "reject" if index else "retry",
             "lease": 600.0 + index,
         }
 
     producer = undeclared.producer(concurrency=2, merge_options=merge, queue="nobody's")
-    received = [taken(undeclared, producer, index) for index in range(2)]
+    received = [receive(undeclared, producer, index) for index in range(2)]
 
-    # When another process settles them, whose producers' index it does not know
+    # When another process settles the messages without the producers' index
     custodian = producer.custodian(undeclared.env("custodian"))
     for index, (messages, lease) in enumerate(received):
         assert [m.data for m in messages] == [f"{names[index]} {n}".encode() for n in range(2)]
@@ -78,15 +78,15 @@ def test_sharded_queues_are_settled_by_their_own_options(undeclared):
     custodian.close()
 
     # Then each message is settled by its own producer's options
-    assert [undeclared.depth(grave) for grave in graves] == [0, 2]
+    assert [undeclared.depth(queue) for queue in dead_queues] == [0, 2]
     assert producer.depth(undeclared.env()).ready == 0
     assert producer.depth(undeclared.env()).delayed == 2
     assert producer.depth(undeclared.env()).dead == 2
 
 
 def test_a_merged_address_replaces_the_declared_one(undeclared):
-    [name] = shards(undeclared, 1)
-    nowhere = undeclared.producer(
+    [name] = declare_shards(undeclared, 1)
+    unreachable = undeclared.producer(
         queue=name, reconnect_timeout=0.1, merge_options=lambda index: {"uri": "amqp://127.0.0.1:1"}
     )
     declared = RabbitMQProducer(
@@ -96,12 +96,12 @@ def test_a_merged_address_replaces_the_declared_one(undeclared):
     )
 
     with pytest.raises(ProducerUnavailable, match=r"127\.0\.0\.1:1 cannot be reached"):
-        nowhere.source(undeclared.env())
-    assert len(taken(undeclared, declared, 0)[0]) == 2
+        unreachable.source(undeclared.env())
+    assert len(receive(undeclared, declared, 0)[0]) == 2
 
 
 def test_a_pipeline_settles_by_the_merged_actions(undeclared):
-    [name] = shards(undeclared, 1)
+    [name] = declare_shards(undeclared, 1)
 
     class Sharded(Broadway):
         producer = undeclared.producer(
@@ -120,10 +120,10 @@ def test_a_pipeline_settles_by_the_merged_actions(undeclared):
 
 
 def test_a_lease_of_a_removed_shard_is_not_settled_elsewhere(undeclared):
-    names = shards(undeclared)
+    names = declare_shards(undeclared)
     before = undeclared.producer(merge_options=lambda index: {"queue": names[0]})
     after = undeclared.producer(merge_options=lambda index: {"queue": names[1]})
-    _, lease = taken(undeclared, before, 0)
+    _, lease = receive(undeclared, before, 0)
 
     custodian = after.custodian(undeclared.env("custodian"))
     with pytest.raises(ProducerError, match="give both halves of the run the same options"):

@@ -1,6 +1,6 @@
-"""Settling at a real RabbitMQ when something is out of order: nothing lost, every report true.
+"""Settlement at a real RabbitMQ under faults: no message is lost, and every report is true.
 
-What became of each message is counted from outside: in the queues.
+The outcome of each message is counted independently of the report: in the queues.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def place(place, monkeypatch):
 
 
 def hold(place: Place, generation: str, count: int, **options: Any) -> tuple[Lease, list[Message]]:
-    """Sends and takes so many messages."""
+    """Sends ``count`` messages, and receives them."""
     place.send(*[b"%06d" % number for number in range(count)])
     with place.source(generation, **options) as source:
         messages = place.take(source)
@@ -55,8 +55,8 @@ def hold(place: Place, generation: str, count: int, **options: Any) -> tuple[Lea
         return source.lease, messages
 
 
-def everything_in(place: Place, queue: str) -> Counter[bytes]:
-    """The bodies in a queue, which is emptied."""
+def drain_queue(place: Place, queue: str) -> Counter[bytes]:
+    """Empties a queue; returns its bodies with their counts."""
     counts: Counter[bytes] = Counter()
     with place.channel() as channel:
         while True:
@@ -67,7 +67,7 @@ def everything_in(place: Place, queue: str) -> Counter[bytes]:
 
 
 def publish_raw(place: Place, queue: str, *sent: tuple[bytes, bytes]) -> None:
-    """Publish bodies with properties that are sent as the bytes they are, if the queue is there."""
+    """Publishes bodies with already encoded properties, if the queue exists."""
     connection = ConnectionThread(address_for(place.producer(), place.env()))
     publisher = Publisher(connection)
     for number, (body, properties) in enumerate(sent):
@@ -76,7 +76,7 @@ def publish_raw(place: Place, queue: str, *sent: tuple[bytes, bytes]) -> None:
     connection.close()
 
 
-# -- another at work on the same lease -------------------------------------------------------------
+# -- concurrent settlements of a lease -------------------------------------------------------------
 
 
 def test_concurrent_settlements_report_the_same(place, monkeypatch):
@@ -86,8 +86,8 @@ def test_concurrent_settlements_report_the_same(place, monkeypatch):
     good, bad, open_ = messages[::3], messages[1::3], messages[2::3]
     chosen = dict.fromkeys(ids(good), ACK) | dict.fromkeys(ids(bad), DEAD)
     settlement = settlement_of(messages, chosen, RELEASE)
-    stalled, go_on = threading.Event(), threading.Event()
-    inside = bundle.unpack
+    stalled, resume = threading.Event(), threading.Event()
+    original = bundle.unpack
     read = 0
 
     def unpack(body: bytes) -> Any:
@@ -95,8 +95,8 @@ def test_concurrent_settlements_report_the_same(place, monkeypatch):
         read += 1
         if read == lease.state["bundles"] // 2:
             stalled.set()
-            assert go_on.wait(60)
-        return inside(body)
+            assert resume.wait(60)
+        return original(body)
 
     monkeypatch.setattr(bundle, "unpack", unpack)
     reports: list[SettleReport] = []
@@ -104,24 +104,24 @@ def test_concurrent_settlements_report_the_same(place, monkeypatch):
     def settle() -> None:
         reports.append(place.carry_out(lease, settlement))
 
-    both = [threading.Thread(target=settle) for _ in range(2)]
-    both[0].start()
+    threads = [threading.Thread(target=settle) for _ in range(2)]
+    threads[0].start()
     assert stalled.wait(60)
 
-    # When another settles the same, and then the first wakes
-    both[1].start()
-    both[1].join(0.5)
+    # When another settles the same, and then the first resumes
+    threads[1].start()
+    threads[1].join(0.5)
     assert reports == []
-    go_on.set()
-    for thread in both:
+    resume.set()
+    for thread in threads:
         thread.join(60)
 
-    # Then each message is where its verdict sends it, once, and both report that
+    # Then each message is settled once, by its verdict, and both report the same
     assert reports == [SettleReport(acked=500, dead_lettered=500, released=500)] * 2
-    again, _ = place.settle("g2")
-    assert sorted(message.data for message in again) == [message.data for message in open_]
-    assert all(message.redelivered for message in again)
-    dead = everything_in(place, place.queues.dead)
+    redelivered, _ = place.settle("g2")
+    assert sorted(message.data for message in redelivered) == [message.data for message in open_]
+    assert all(message.redelivered for message in redelivered)
+    dead = drain_queue(place, place.queues.dead)
     assert dead == Counter(message.data for message in bad)
 
 
@@ -136,19 +136,19 @@ def test_settlement_removes_any_number_of_bundles(place, monkeypatch):
         assert place.carry_out(lease, Settlement(rest=RELEASE)) == SettleReport(released=40)
 
         # Then none of them is left
-        assert everything_in(place, lease.state["holding_queue"]) == {}
-        everything_in(place, place.name)
+        assert drain_queue(place, lease.state["holding_queue"]) == {}
+        drain_queue(place, place.name)
 
 
-@pytest.mark.parametrize("what", ["deleted", "emptied"])
-def test_immediate_settlements_are_counted_without_their_bundles(place, what):
-    # Given messages that a callback settled, and a holding queue that an operator has spoilt
+@pytest.mark.parametrize("damage", ["deleted", "emptied"])
+def test_immediate_settlements_are_counted_without_their_bundles(place, damage):
+    # Given messages that a callback settled, and a deleted or emptied holding queue
     lease, messages = hold(place, "g1", 10)
     settler = place.producer().custodian(place.env("custodian"))
     settler.settle_now(lease, [entry_of(message, ACK) for message in messages[:3]])
     settler.close()
     with place.channel() as channel:
-        if what == "deleted":
+        if damage == "deleted":
             channel.queue_delete(lease.state["holding_queue"])
         else:
             channel.queue_purge(lease.state["holding_queue"])
@@ -159,7 +159,7 @@ def test_immediate_settlements_are_counted_without_their_bundles(place, what):
 
     # Then each is counted once
     assert report == replace(SettleReport(acked=7, dead_lettered=1), errors=ANY)
-    assert everything_in(place, place.queues.dead) == {b"000009": 1}
+    assert drain_queue(place, place.queues.dead) == {b"000009": 1}
 
 
 @pytest.mark.parametrize(("count", "held"), [(1, "1 message"), (3, "3 messages")])
@@ -182,7 +182,7 @@ def test_an_emptied_holding_queue_is_settled_from_staging(place, rest, acked, re
     with place.channel() as channel:
         channel.queue_purge(lease.state["holding_queue"])
 
-    # When it is decided of three messages what becomes of them, and of the others by the rest
+    # When three messages have verdicts of their own, and the others that of the rest
     chosen = dict(zip(ids(messages), (DEAD, RETRY, ACK), strict=False))
     report = place.carry_out(lease, settlement_of(messages, chosen, rest))
 
@@ -190,37 +190,37 @@ def test_an_emptied_holding_queue_is_settled_from_staging(place, rest, acked, re
     counts = SettleReport(acked=acked, dead_lettered=1, requeued=1, released=released)
     assert report == replace(counts, errors=ANY)
     assert "emptied or deleted by hand" in report.errors[0]
-    assert everything_in(place, place.queues.dead) == {b"000000": 1}
+    assert drain_queue(place, place.queues.dead) == {b"000000": 1}
     assert len(place.settle("g2")[0]) == 1 + released
 
 
-@pytest.mark.parametrize("kept", [0, 2])
-def test_manually_removed_bundles_are_settled_from_staging(place, kept, monkeypatch):
-    # Given three bundles, of which an operator has removed all but those kept
+@pytest.mark.parametrize("remaining", [0, 2])
+def test_manually_removed_bundles_are_settled_from_staging(place, remaining, monkeypatch):
+    # Given three bundles, of which an operator has removed all but the remaining ones
     monkeypatch.setattr(bundle, "MAX_MESSAGES", 5)
     lease, messages = hold(place, "g1", 15)
     queue = lease.state["holding_queue"]
     with place.channel() as channel:
         bodies = [channel.basic_get(queue, auto_ack=True)[2] for _ in range(4)]
-        for body in bodies[: 1 + kept]:
+        for body in bodies[: 1 + remaining]:
             channel.basic_publish("", queue, body)
 
     report = place.carry_out(lease, settlement_of(messages, {messages[14].message_id: DEAD}))
 
     assert report == replace(SettleReport(acked=14, dead_lettered=1), errors=ANY)
-    assert f"{3 - kept} of 3 bundles w" in report.errors[0]
-    assert everything_in(place, place.queues.dead) == {b"000014": 1}
+    assert f"{3 - remaining} of 3 bundles w" in report.errors[0]
+    assert drain_queue(place, place.queues.dead) == {b"000014": 1}
     assert place.depth(queue) == 0
 
 
 def test_uncounted_bundles_are_reported_at_the_purge(place, monkeypatch):
-    # Given a bundle that comes between the last count of the holding queue and its end
+    # Given a bundle that arrives between the last count of the holding queue and its purge
     lease, messages = hold(place, "g1", 3)
-    inside = HoldingQueue.purge
+    original = HoldingQueue.purge
 
     def purge(self: HoldingQueue) -> int:
         publish_raw(place, self.name, (b"one more", b"\x00\x00"))
-        return inside(self)
+        return original(self)
 
     monkeypatch.setattr(HoldingQueue, "purge", purge)
 
@@ -241,21 +241,21 @@ def test_an_extra_bundle_prevents_the_purge(place):
 
     assert report.acked == 3
     assert "is no bundle" in report.errors[0]
-    assert everything_in(place, queue) == {b"no bundle": 1}
+    assert drain_queue(place, queue) == {b"no bundle": 1}
 
 
-# -- one message that cannot be carried out --------------------------------------------------------
+# -- one message that cannot be settled ------------------------------------------------------------
 
 
 def test_an_unpublishable_message_fails_alone(place, monkeypatch):
     # Given a message that no client can encode
     lease, messages = hold(place, "g1", 3)
-    inside = Outbox._properties
+    original = Outbox._properties
 
     def properties(self: Outbox, held: Any, *rest: Any) -> bytes:
         if held.body == b"000001":
             raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
-        return inside(self, held, *rest)
+        return original(self, held, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(Outbox, "_properties", properties)
@@ -265,19 +265,19 @@ def test_an_unpublishable_message_fails_alone(place, monkeypatch):
     assert (report.dead_lettered, report.failed) == (2, 1)
     assert "UnicodeEncodeError" in report.errors[0]
     assert messages[1].message_id in report.errors[0]
-    assert everything_in(place, place.queues.dead) == {b"000000": 1, b"000002": 1}
+    assert drain_queue(place, place.queues.dead) == {b"000000": 1, b"000002": 1}
     assert ids(place.settle("g2")[0]) == [messages[1].message_id]
 
 
 def test_an_incomplete_release_is_completed_by_the_next_sweep(place, monkeypatch):
     # Given a settlement that cannot publish two messages of a bundle
     lease, messages = hold(place, "g1", 4)
-    inside, broken = Outbox._properties, {b"000001", b"000002"}
+    original, broken = Outbox._properties, {b"000001", b"000002"}
 
     def properties(self: Outbox, held: Any, *rest: Any) -> bytes:
         if held.body in broken:
             raise ProducerError("not now")
-        return inside(self, held, *rest)
+        return original(self, held, *rest)
 
     monkeypatch.setattr(Outbox, "_properties", properties)
     report = place.carry_out(lease, settlement_of(messages, dict.fromkeys(ids(messages), DEAD)))
@@ -292,7 +292,7 @@ def test_an_incomplete_release_is_completed_by_the_next_sweep(place, monkeypatch
     # Then each is received once, and the holding queue is free
     assert [message.data for message in second] == [b"000001"]
     assert [message.data for message in third] == [b"000002"]
-    assert everything_in(place, place.queues.dead) == {b"000000": 1, b"000003": 1}
+    assert drain_queue(place, place.queues.dead) == {b"000000": 1, b"000003": 1}
     assert place.depth(lease.state["holding_queue"]) == 0
 
 
@@ -333,25 +333,25 @@ def test_oversized_headers_fail_alone(place, verdict):
     # When all are retried or dead-lettered
     first, report = place.settle("g1", dict.fromkeys(range(3), verdict))
 
-    # Then all are: that without room for the mark of a retry is a dead letter
+    # Then all are, but the one without room for the mark of a retry is dead-lettered
     assert sorted(message.data for message in first) == [b"full", b"plain", b"small"]
     assert report.failed == 0
     if verdict is RETRY:
         assert (report.requeued, report.dead_lettered) == (2, 1)
-        again, _ = place.settle("g2", metadata=["headers"])
-        assert {(m.data, m.attempt, m.message_id) for m in again} == {
+        retried, _ = place.settle("g2", metadata=["headers"])
+        assert {(m.data, m.attempt, m.message_id) for m in retried} == {
             (m.data, 2, m.message_id) for m in first if m.data != b"full"
         }
-        assert next(m for m in again if m.data == b"small").metadata["headers"] == {
+        assert next(m for m in retried if m.data == b"small").metadata["headers"] == {
             "small": [7] * 50_000
         }
-        assert set(everything_in(place, place.queues.dead)) == {b"full"}
+        assert set(drain_queue(place, place.queues.dead)) == {b"full"}
     else:
         assert report.dead_lettered == 3
-        assert set(everything_in(place, place.queues.dead)) == {b"full", b"plain", b"small"}
+        assert set(drain_queue(place, place.queues.dead)) == {b"full", b"plain", b"small"}
 
 
-# -- what a message was ----------------------------------------------------------------------------
+# -- original properties ---------------------------------------------------------------------------
 
 
 def test_a_retried_message_keeps_its_route_and_its_sender(place):
@@ -383,42 +383,48 @@ def test_a_retried_message_keeps_its_route_and_its_sender(place):
         third, lease = place.hold("g3", **options)
     place.carry_out(lease, settlement_of(third, {third[0].message_id: DEAD}), **options)
 
-    # Then it is seen as it came, each time
+    # Then its metadata is the original each time
     assert first.metadata["routing_key"] == "orders.eu.created"
     assert first.metadata["headers"] == {"x-death": death, "colour": "red"}
     assert dict(first.metadata) == dict(second.metadata) == dict(third[0].metadata)
     assert [message.attempt for message in (first, second, *third)] == [1, 2, 3]
-    letter = place.first(place.queues.dead)
-    headers = letter[0].headers
+    dead_letter = place.first(place.queues.dead)
+    headers = dead_letter[0].headers
     assert (headers["x-broadway-reason"], headers["x-broadway-stage"]) == ("why", "process")
     assert headers["x-broadway-queue"] == place.name
-    was = headers["x-broadway-original"]
-    assert (was["exchange"], was["routing_key"]) == (exchange, "orders.eu.created")
-    assert (was["user_id"], was["expiration"]) == ("guest", "600000")
-    assert was["x-death"] == death
+    original = headers["x-broadway-original"]
+    assert (original["exchange"], original["routing_key"]) == (exchange, "orders.eu.created")
+    assert (original["user_id"], original["expiration"]) == ("guest", "600000")
+    assert original["x-death"] == death
 
 
 def test_a_requeued_dead_letter_starts_with_fresh_attempts(place):
     place.send(b"1")
     place.settle("g1", {0: RETRY})
     [second], _ = place.settle("g2", {0: DEAD})
-    letter = place.first(place.queues.dead)
-    assert letter[0].headers["x-broadway-attempt"] == second.attempt == 2
+    dead_letter = place.first(place.queues.dead)
+    assert dead_letter[0].headers["x-broadway-attempt"] == second.attempt == 2
 
-    place.send(letter[1], properties=letter[0])
-    [again], _ = place.settle("g3", metadata=["headers"])
+    place.send(dead_letter[1], properties=dead_letter[0])
+    [requeued], _ = place.settle("g3", metadata=["headers"])
 
-    assert (again.message_id, again.attempt, again.redelivered) == (second.message_id, 1, True)
-    assert not {name for name in again.metadata["headers"] or {} if name.startswith("x-broadway")}
+    assert (requeued.message_id, requeued.attempt, requeued.redelivered) == (
+        second.message_id,
+        1,
+        True,
+    )
+    assert not {
+        name for name in requeued.metadata["headers"] or {} if name.startswith("x-broadway")
+    }
 
 
 def test_a_copied_header_is_no_duplicate(place):
-    # Given a retried message, and two others that copied its headers: one of them is like it
+    # Given a retried message, and two others with its headers, one of them with its body too
     place.send(b"ping")
     [first], _ = place.settle("g1", {0: RETRY})
-    letter = place.first(place.name)
-    assert MARK in letter[0].headers
-    place.send(b"ping", b"ping", b"pong", properties=letter[0])
+    retried = place.first(place.name)
+    assert MARK in retried[0].headers
+    place.send(b"ping", b"ping", b"pong", properties=retried[0])
 
     messages, report = place.settle("g2")
 
@@ -443,16 +449,17 @@ def test_a_retry_published_twice_is_handled_once(place, monkeypatch):
         with pytest.raises(SystemExit):
             place.carry_out(lease, settlement_of(messages, chosen))
 
-    # When it is settled once more
+    # When it is repeated
     report = place.carry_out(lease, settlement_of(messages, chosen))
 
     # Then the retry is received once, and the second dead letter is marked
     assert report == SettleReport(acked=1, requeued=1, dead_lettered=1)
-    again, _ = place.settle("g2")
-    assert ids(again) == [messages[0].message_id]
+    redelivered, _ = place.settle("g2")
+    assert ids(redelivered) == [messages[0].message_id]
     dead = [place.get(place.queues.dead) for _ in range(2)]
     marked = [
-        bool(letters and letters[0].headers.get("x-broadway-redelivered")) for letters in dead
+        bool(dead_letter and dead_letter[0].headers.get("x-broadway-redelivered"))
+        for dead_letter in dead
     ]
     assert marked == [False, True]
 
@@ -481,9 +488,9 @@ def test_a_settlement_reconnects(place):
         report = place.carry_out(lease, settlement_of(messages, chosen), **options)
         assert breaker.broken == 1
 
-    # Then the rest of it is done, and each message is where it belongs
+    # Then the rest of it is settled, and each message is in its queue
     assert report == SettleReport(acked=1, dead_lettered=1, requeued=1)
-    assert everything_in(place, place.queues.dead) == {b"000000": 1}
+    assert drain_queue(place, place.queues.dead) == {b"000000": 1}
     assert [message.data for message in place.settle("g2")[0]] == [b"000001"]
 
 
@@ -501,7 +508,7 @@ def test_dead_letters_to_an_exchange_keep_their_own_key(place):
     _, report = place.settle("g1", {0: DEAD}, dead_letter={"exchange": exchange})
 
     assert report == SettleReport(dead_lettered=1)
-    assert everything_in(place, queue) == {b"1": 1}
+    assert drain_queue(place, queue) == {b"1": 1}
 
 
 def test_a_missing_exchange_is_an_error_before_the_first_receive(place):

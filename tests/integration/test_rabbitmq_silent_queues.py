@@ -1,4 +1,4 @@
-"""Quorum queues that do not answer: what RabbitMQ leaves of some when it is killed."""
+"""Unresponsive quorum queues, which RabbitMQ may leave behind when it is killed."""
 
 from __future__ import annotations
 
@@ -19,36 +19,38 @@ pytestmark = pytest.mark.broker
 
 @pytest.fixture
 def place(tmp_path):
-    skip_without_own_server()  # the tests end processes of the broker's
+    skip_without_own_server()  # the tests stop processes of the broker
     place_ = Place(wanted_server(), tmp_path)
     place_.declare()
     return place_
 
 
 def test_an_unresponsive_holding_queue_loses_nothing(place):
-    # Given a holding queue that has no leader, as all have for a moment when their broker starts
+    # Given a holding queue without a leader, as every one is briefly while its broker starts
     place.send(b"1")
     messages, lease = place.hold("g1")
     queue = lease.state["holding_queue"]
     place.server.stop_queue(queue)
 
-    # When it is settled, then it is not
+    # When it is settled, then an error is raised
     options = {"backoff_min": 0.01, "backoff_max": 0.1, "reconnect_timeout": 3.0}
     with pytest.raises(ProducerUnavailable):
         place.carry_out(lease, settlement_of(messages), **options)
 
-    # And as soon as it answers it is
+    # And once it responds, it is settled
     place.server.start_queue(queue)
     assert place.carry_out(lease, settlement_of(messages)) == SettleReport(acked=1)
 
 
-class TestQueuesThatStay:
-    """One that a run declared, and that ends each connection on which it is asked for anything."""
+class TestStandingQueues:
+    """A delay queue that a run declared, and that ends each connection that uses it."""
 
-    def delayed(self, place: Place, *, noted: bool) -> tuple[str, Callable[[], SettleReport]]:
-        """The queue of a delay in that state, and what gives it a message.
+    def make_unresponsive(
+        self, place: Place, *, noted: bool
+    ) -> tuple[str, Callable[[], SettleReport]]:
+        """Returns an unresponsive delay queue, and a function that settles a message into it.
 
-        :param noted: Whether the journal has the queue, which was not relied on yet.
+        :param noted: Whether the journal records the queue as declared and not yet relied on.
         """
         place.send(b"1")
         with place.source("g1") as source:
@@ -60,19 +62,19 @@ class TestQueuesThatStay:
         with place.channel() as channel:
             channel.queue_declare(queue, durable=True, arguments=place.queues.delay_arguments(60))
         place.server.stop_queue(queue)
-        later = Verdict(Action.RETRY, 60.0, "why", "process")
+        retry = Verdict(Action.RETRY, 60.0, "why", "process")
         options = {"backoff_min": 0.01, "backoff_max": 0.1, "reconnect_timeout": 3.0}
-        return queue, lambda: place.carry_out(lease, settlement_of(messages, rest=later), **options)
+        return queue, lambda: place.carry_out(lease, settlement_of(messages, rest=retry), **options)
 
-    def test_it_is_made_anew_on_the_next_connection(self, place):
-        queue, settle = self.delayed(place, noted=True)
+    def test_an_unused_queue_is_redeclared_on_the_next_connection(self, place):
+        queue, settle = self.make_unresponsive(place, noted=True)
 
         assert settle() == SettleReport(requeued=1)
 
         assert place.get(queue) is not None
 
-    def test_it_is_kept_if_it_may_hold_something(self, place):
-        queue, settle = self.delayed(place, noted=False)
+    def test_a_queue_that_may_hold_messages_is_not_deleted(self, place):
+        queue, settle = self.make_unresponsive(place, noted=False)
 
         with pytest.raises(ProducerUnavailable, match=r"'broadway\.delay.*does not answer"):
             settle()

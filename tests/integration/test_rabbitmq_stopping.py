@@ -28,9 +28,9 @@ from tests.waiting import eventually
 
 pytestmark = pytest.mark.broker
 
-#: What stands in the frames by which a bundle is published.
+#: The content type in frames that publish a bundle.
 BUNDLE = b"application/x-broadway-bundle"
-#: Class and method of ``basic.ack``, as they stand in its frame; of the broker's it is a confirm.
+#: Class and method ids of ``basic.ack``, as in its frame; from the broker, it is a confirm.
 BASIC_ACK = b"\x00\x3c\x00\x50"
 
 
@@ -67,9 +67,9 @@ def bodies(messages: list[Message]) -> list[bytes]:
     return [message.data for message in messages]
 
 
-def enough(seconds: float) -> Callable[[], str]:
+def stop_after(seconds: float) -> Callable[[], str]:
     began = time.monotonic()
-    return lambda: "told" if time.monotonic() - began > seconds else ""
+    return lambda: "signal" if time.monotonic() - began > seconds else ""
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def enough(seconds: float) -> Callable[[], str]:
         (Budget(wait_seconds=5.0), {"stop": 0.6}),
         (Budget(max_seconds=0.8, wait_seconds=5.0), {"rate": (200, 10_000)}),
     ],
-    ids=["max_messages", "max_seconds", "max_bytes", "told to stop", "rate limit"],
+    ids=["max_messages", "max_seconds", "max_bytes", "stop reason", "rate limit"],
 )
 def test_a_run_ending_in_traffic_loses_nothing(place, budget, more):
     options: dict[str, Any] = {"on_failure": "retry"}
@@ -103,13 +103,13 @@ def test_a_run_ending_in_traffic_loses_nothing(place, budget, more):
             limiter=RateLimiter(limiting, clock),
             demand=1_000,
             accept=accept,
-            stop_reason=enough(more["stop"]) if "stop" in more else lambda: "",
+            stop_reason=stop_after(more["stop"]) if "stop" in more else lambda: "",
         )
         for _ in intake:
             time.sleep(0.02)  # callbacks
         intake.stop()
         lease = source.lease
-        time.sleep(0.2)  # staging, while more comes
+        time.sleep(0.2)  # staging, while more messages arrive
         assert source.lease == lease
         assert lease.state["messages"] == len(taken) == intake.received
         assert not lease.state["extra"]
@@ -122,22 +122,22 @@ def test_a_run_ending_in_traffic_loses_nothing(place, budget, more):
     assert not any(message.redelivered for message in taken)
 
 
-# -- confirms that come late, or never -------------------------------------------------------------
+# -- late and missing confirms ---------------------------------------------------------------------
 
 
 @pytest.fixture
 def breaker(place):
-    with Breaker(place.server.address) as made:
-        yield made
+    with Breaker(place.server.address) as proxy:
+        yield proxy
 
 
-def waiting(place: Place, breaker: Breaker) -> dict[str, Any]:
-    """Options by which a source waits for a second at most."""
+def one_second_options(place: Place, breaker: Breaker) -> dict[str, Any]:
+    """Returns options of a source that waits for a second at most."""
     return {"uri": f"{breaker.uri}?connection_timeout=1", "on_failure": "retry"}
 
 
-def receive_in_vain(source: Any) -> None:
-    """Receives what the broker does not confirm, once there is something."""
+def receive_unconfirmed(source: Any) -> None:
+    """Receives until a bundle stays unconfirmed, and its error is raised."""
 
     def receive() -> None:
         for _ in range(100):
@@ -150,16 +150,16 @@ def receive_in_vain(source: Any) -> None:
 @pytest.mark.parametrize(
     ("released", "lapses"),
     [(False, False), (False, True), (True, False)],
-    ids=["confirm too late", "lease gone", "released before"],
+    ids=["confirm too late", "lapsed lease", "released before"],
 )
 def test_a_confirm_after_the_stop_acknowledges_nothing(place, breaker, released, lapses):
-    (place.give_back if released else place.send)(b"1", b"2")
-    with place.source(**waiting(place, breaker)) as source:
+    (place.send_released if released else place.send)(b"1", b"2")
+    with place.source(**one_second_options(place, breaker)) as source:
         breaker.hold(BUNDLE)
         if lapses:
-            fail_to_receive(source, breaker.holds.wait)
+            receive_until_lapsed(source, breaker.holds.wait)
         else:
-            receive_in_vain(source)
+            receive_unconfirmed(source)
 
         assert list(source.stop()) == []
         lease = source.lease
@@ -171,7 +171,7 @@ def test_a_confirm_after_the_stop_acknowledges_nothing(place, breaker, released,
         assert lease.state["extra"] == 1
         assert source.lease == lease
 
-    # All goes back, marked
+    # Then all messages are redelivered, marked
     place.carry_out(lease, Settlement(rest=RELEASE))
     rest = place.settle("the rest")[0]
     assert set(bodies(rest)) == {b"1", b"2"}
@@ -179,20 +179,20 @@ def test_a_confirm_after_the_stop_acknowledges_nothing(place, breaker, released,
 
 
 def test_messages_are_acknowledged_after_their_bundle_is_confirmed(place, breaker):
-    # Given a broker that has every bundle, and whose confirms do not come
+    # Given a broker that receives every bundle, and whose confirms do not arrive
     sent = [b"%d" % number for number in range(5)]
     place.send(b"first")
-    with place.source(**waiting(place, breaker)) as source:
+    with place.source(**one_second_options(place, breaker)) as source:
         assert len(source.receive(1, timeout=5.0)) == 1
         place.send(*sent)
         breaker.hold(BASIC_ACK, answer=True)
-        receive_in_vain(source)
+        receive_unconfirmed(source)
         assert breaker.holds.is_set()
         assert list(source.stop()) == []
         lease = source.lease
         breaker.release()
 
-    # Then the received messages are still in their queue, whatever becomes of the bundles
+    # Then the received messages are still in their queue, even once the bundles are purged
     with place.channel() as channel:
         assert channel.queue_purge(lease.state["holding_queue"]).method.message_count == 3
     assert place.depth(place.name) == 5
@@ -206,7 +206,7 @@ def test_a_connection_lost_while_stopping_loses_nothing(place, breaker):
         [first] = source.receive(10, timeout=5.0)
         breaker.arm(BUNDLE)
         place.send(b"2", b"3")
-        # The demand is not met: they are taken, and the connection breaks.
+        # The demand is not met, so they are received, and the connection breaks.
         eventually(lambda: breaker.broken == 1)
 
         assert list(source.stop()) == []
@@ -218,8 +218,8 @@ def test_a_connection_lost_while_stopping_loses_nothing(place, breaker):
     assert sorted(bodies(place.settle("the rest")[0])) == [b"2", b"3"]
 
 
-def fail_to_receive(source: Any, *until: Callable[[], object]) -> None:
-    """Receive, until the run's lease is gone after all that is to come before."""
+def receive_until_lapsed(source: Any, *until: Callable[[], object]) -> None:
+    """Receives until the run's lease lapses, which is after the calls of ``until``."""
 
     def lapse() -> None:
         for wait in until:
@@ -236,24 +236,24 @@ def fail_to_receive(source: Any, *until: Callable[[], object]) -> None:
 def test_a_stopped_source_leaves_no_unacknowledged_message(place):
     place.send(*[b"%d" % number for number in range(50)])
     with place.source() as source:
-        got = [*source.receive(5, timeout=5.0), *source.receive(1, timeout=5.0), *source.stop()]
+        taken = [*source.receive(5, timeout=5.0), *source.receive(1, timeout=5.0), *source.stop()]
 
-        # While the source is not closed yet, others get what it did not take.
+        # While the source is still open, others receive the remaining messages.
         rest = place.settle("another")[0]
-        assert len(got) + len(rest) == 50
+        assert len(taken) + len(rest) == 50
         lease = source.lease
-    assert place.carry_out(lease, settlement_of(got)) == SettleReport(acked=len(got))
+    assert place.carry_out(lease, settlement_of(taken)) == SettleReport(acked=len(taken))
 
 
 # -- the order of acknowledgements -----------------------------------------------------------------
 
 
 def test_a_quarantined_message_acknowledges_no_earlier_ones(place, breaker):
-    # Given a broker that is slow to get the bundle of the messages before
+    # Given a broker that receives the bundle of the earlier messages late
     place.send(*[b"%d" % number for number in range(40)], b"x" * 2_000)
-    with place.source(**waiting(place, breaker), max_message_bytes=1_000) as source:
+    with place.source(**one_second_options(place, breaker), max_message_bytes=1_000) as source:
         breaker.hold(BUNDLE)
-        fail_to_receive(source, breaker.holds.wait)
+        receive_until_lapsed(source, breaker.holds.wait)
         assert list(source.stop()) == []
         breaker.release()
 
@@ -261,7 +261,7 @@ def test_a_quarantined_message_acknowledges_no_earlier_ones(place, breaker):
     eventually(lambda: place.depth(place.name) == 41)
 
 
-# -- errors of our own -----------------------------------------------------------------------------
+# -- unexpected errors -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [OSError(75, "Value too large"), KeyError("x")])
@@ -278,7 +278,7 @@ def test_an_unexpected_error_closes_the_connection_and_is_raised(place, monkeypa
         with pytest.raises(BroadwayError, match=f"an unexpected .*{type(error).__name__}"):
             source.receive(10, timeout=5.0)
 
-    # The source is still open, and others get what it had been sent.
+    # The source is still open, and others receive the messages that were sent to it.
     assert sorted(bodies(place.settle("another")[0])) == [b"1", b"2"]
     assert list(source.stop()) == []
     source.close()

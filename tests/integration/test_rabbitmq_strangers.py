@@ -1,4 +1,4 @@
-"""Queues under attack by strangers at a real broker and in the staging folder."""
+"""Attacks on queues, at a real broker and in the staging folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "rabbitmq.md"
 
 @pytest.fixture
 def victim(place):
-    """Another pipeline's queue for dead letters, empty as yet."""
+    """Yields another pipeline's dead-letter queue, which is empty."""
     queues = QueueNames(f"victim-{uuid.uuid4().hex}")
     with place.channel() as channel:
         channel.queue_declare(queues.dead, durable=True, arguments=KEEPING)
@@ -46,12 +46,12 @@ def guide_permissions(queue: str) -> dict[str, str]:
     return dict(zip(("configure", "write", "read"), patterns, strict=True))
 
 
-def run(
+def run_once(
     place: Place, generation: str, *verdicts: Verdict, **user: str
 ) -> tuple[list[Message], SettleReport, str]:
-    """One run as a user: its messages, its report and its holding queue.
+    """Runs once as a user; returns its messages, its report and its holding queue.
 
-    :param verdicts: For its messages, one after another.
+    :param verdicts: Those of its messages, in order.
     """
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
     source = producer.source(place.env(generation, **user))
@@ -78,16 +78,18 @@ def test_the_guides_permissions_suffice_for_runs(place):
 
     with permitted(place.server, tags="management", **guide_permissions(place.name)) as user:
         verdicts = (Action.ACK, Action.RETRY, Action.DEAD_LETTER, Action.RELEASE)
-        _, report, _ = run(place, "g1", *(Verdict(action, 60.0) for action in verdicts), **user)
+        _, report, _ = run_once(
+            place, "g1", *(Verdict(action, 60.0) for action in verdicts), **user
+        )
 
-        # When the next takes the same holding queue
-        messages, again, used = run(place, "g2", **user)
+        # When the next run uses the same holding queue
+        messages, next_report, holding_queue = run_once(place, "g2", **user)
 
     # Then nothing was refused
     assert report == SettleReport(acked=1, requeued=1, dead_lettered=1, released=1)
     assert [message.data for message in messages] == [b"4"]
-    assert again == SettleReport(acked=1)
-    assert used == place.queues.held(0)
+    assert next_report == SettleReport(acked=1)
+    assert holding_queue == place.queues.held(0)
 
 
 def test_the_guides_permissions_exclude_other_sources(place, victim):
@@ -126,7 +128,7 @@ def test_forged_bundles_settle_nothing(place):
     # When the run is settled
     report = place.carry_out(lease, settlement_of(messages, rest=ACK))
 
-    # Then its own message is, and what is in no manifest is a message like any other
+    # Then its own message is, and the forged one, in no manifest, is delivered like any other
     assert (report.acked, report.lapsed, report.failed) == (1, 0, 0)
     assert [message.data for message in place.settle("g2")[0]] == [b"forged"]
     assert place.depth(lease.state["holding_queue"]) == 0
@@ -138,7 +140,7 @@ def test_a_holding_queue_with_other_arguments_is_an_error(place):
         channel.queue_declare(place.queues.held(0), durable=True)
 
     with pytest.raises(ProducerError, match=r"held.*exists with other arguments"):
-        run(place, "g1", **GUEST)
+        run_once(place, "g1", **GUEST)
 
     assert place.depth(place.name) == 1
 
@@ -148,7 +150,7 @@ def test_a_holding_queue_with_other_arguments_is_an_error(place):
 
 @pytest.mark.parametrize("where", ["journal", "lease"])
 def test_a_lease_of_another_queue_is_not_settled(place, victim, where):
-    # Given a run whose holding queue another name has been put in place of
+    # Given a run whose holding queue is replaced by another queue's name
     place.send(b"1")
     messages, lease = place.hold("g1")
     if where == "lease":
@@ -165,30 +167,30 @@ def test_a_lease_of_another_queue_is_not_settled(place, victim, where):
         with pytest.raises(ProducerError, match=rf"'{victim}' is no holding queue of"):
             place.carry_out(lease, settlement)
 
-    # Then the other queue has what it had
+    # Then the other queue is unchanged
     assert place.depth(victim) == 1
 
 
 def test_forged_generation_names_block_no_connection(place, monkeypatch):
-    # Given messages with marks of two generations, and others that bear copies of such marks
+    # Given messages with marks of two generations, and others with copies of such marks
     proper = [marked(b"proper", f"m{n}", giver=f"giver-{n % 2}") for n in range(20)]
     copied = [marked(b"another", f"c{n}", giver=f"stranger-{n}") for n in range(50)]
     for headers in (*proper, *copied):
         place.send(b"proper", properties=pika.BasicProperties(headers=headers))
-    inside = QueueJournal.turns
+    original = QueueJournal.turns
     read: list[tuple[str, str]] = []
 
     def turns(journal: QueueJournal, generation: str) -> frozenset[str]:
         read.append((threading.current_thread().name, generation))
-        return inside(journal, generation)
+        return original(journal, generation)
 
     monkeypatch.setattr(QueueJournal, "turns", turns)
 
     messages, report = place.settle("g1")
 
-    # Then each proper one's journal is read once, and not by the thread that answers heartbeats
+    # Then each proper one's journal is read once, and not by the heartbeat thread
     assert report == SettleReport(acked=70)
     assert {f"m{n}" for n in range(20)} < {message.message_id for message in messages}
     assert all(message.redelivered for message in messages)
-    here = threading.current_thread().name
-    assert sorted(read) == [(here, "giver-0"), (here, "giver-1")]
+    this_thread = threading.current_thread().name
+    assert sorted(read) == [(this_thread, "giver-0"), (this_thread, "giver-1")]

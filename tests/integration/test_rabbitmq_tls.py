@@ -1,4 +1,4 @@
-"""A RabbitMQ that listens with TLS, and one that is short of memory: servers of the tests' own."""
+"""TLS and memory alarms, at a RabbitMQ server of the tests' own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
 @dataclass
 class SecuredServer(RabbitServer):
-    """One that listens with TLS too, its management API with nothing else."""
+    """A server that listens with TLS too, but for its management API."""
 
     tls_port: int = field(default_factory=free_port)
 
@@ -39,7 +39,7 @@ class SecuredServer(RabbitServer):
         return {**super().env, **more}
 
     def secure(self, authority: Authority) -> None:
-        """Writes the settings; before the server starts."""
+        """Writes the settings of TLS, before the server starts."""
         certificate, key = authority.sign("server", "127.0.0.1", "broker.test")
         files = {"cacertfile": authority.certificate, "certfile": certificate, "keyfile": key}
         lines = [f"listeners.ssl.1 = 127.0.0.1:{self.tls_port}"]
@@ -81,16 +81,16 @@ def place(server, tmp_path, monkeypatch):
 # -- TLS -------------------------------------------------------------------------------------------
 
 
-def secured(place: Place, **tls: Any) -> dict[str, Any]:
-    """A connection with TLS."""
+def tls_fields(place: Place, **tls: Any) -> dict[str, Any]:
+    """Returns the fields of a connection with TLS."""
     assert isinstance(place.server, SecuredServer)
     return {"port": place.server.tls_port, "extra": {"tls": tls, "management_url": False}}
 
 
-def test_a_trusted_server_receives_and_settles(place, authority):
+def test_a_run_with_tls_receives_and_settles(place, authority):
     place.send(b"1", b"2")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", on_failure="retry")
-    env = place.env(**secured(place, ca=str(authority.certificate)))
+    env = place.env(**tls_fields(place, ca=str(authority.certificate)))
 
     source = producer.source(env)
     messages = place.take(source)
@@ -104,16 +104,16 @@ def test_a_trusted_server_receives_and_settles(place, authority):
 
 
 def test_an_untrusted_server_is_refused(place, tmp_path):
-    other = Authority.make(tmp_path, "other")
+    untrusted = Authority.make(tmp_path, "other")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
-    for tls in ({"ca": str(other.certificate)}, {}):
+    for tls in ({"ca": str(untrusted.certificate)}, {}):
         with pytest.raises(
             ProducerError, match=r"TLS failed: .*CERTIFICATE_VERIFY_FAILED"
         ) as raised:
-            producer.source(place.env(**secured(place, **tls)))
+            producer.source(place.env(**tls_fields(place, **tls)))
         assert "\n" not in str(raised.value)
-        assert not isinstance(raised.value, ProducerUnavailable)  # trying again would not help
+        assert not isinstance(raised.value, ProducerUnavailable)  # a retry would not help
 
 
 def test_the_server_hostname_is_verified(place, authority):
@@ -121,9 +121,9 @@ def test_the_server_hostname_is_verified(place, authority):
     trusted = {"ca": str(authority.certificate)}
 
     with pytest.raises(ProducerError, match=r"TLS failed: .*ostname mismatch"):
-        producer.source(place.env(**secured(place, **trusted, server_name="elsewhere.test")))
-    producer.source(place.env(**secured(place, **trusted, server_name="broker.test"))).close()
-    producer.source(place.env(**secured(place, verify=False))).close()
+        producer.source(place.env(**tls_fields(place, **trusted, server_name="elsewhere.test")))
+    producer.source(place.env(**tls_fields(place, **trusted, server_name="broker.test"))).close()
+    producer.source(place.env(**tls_fields(place, verify=False))).close()
 
 
 def test_a_client_certificate_authenticates(place, authority):
@@ -136,7 +136,7 @@ def test_a_client_certificate_authenticates(place, authority):
         tls = {"tls_ca": authority.certificate, "tls_cert": certificate, "tls_key": key}
         extra = {name: str(file) for name, file in tls.items()}
         return {
-            **secured(place),
+            **tls_fields(place),
             "extra": {**extra, "auth_mechanism": "external", "management_url": False},
         }
 
@@ -144,7 +144,7 @@ def test_a_client_certificate_authenticates(place, authority):
     allowed = {"configure": ".*", "write": ".*", "read": ".*"}
     manage(place.server, "PUT", "permissions/%2F/airflow-cert", allowed)
 
-    # When a run shows it, no login is needed
+    # When a run presents it, no login is needed
     source = producer.source(place.env(**connection("airflow-cert")))
     assert [message.data for message in place.take(source)] == [b"1"]
     source.close()
@@ -155,22 +155,22 @@ def test_a_client_certificate_authenticates(place, authority):
 
 
 def test_an_unknown_client_certificate_is_refused(place, authority, tmp_path):
-    other = Authority.make(tmp_path, "other")
+    untrusted = Authority.make(tmp_path, "other")
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
     def connection(signer: Authority) -> dict[str, Any]:
         certificate, key = signer.sign("client", "client.test")
         files = {"cert": str(certificate), "key": str(key)}
-        return secured(place, ca=str(authority.certificate), **files)
+        return tls_fields(place, ca=str(authority.certificate), **files)
 
     producer.source(place.env(**connection(authority))).close()
     with pytest.raises(ProducerError, match=r"TLS failed: .*(?i:unknown.ca)"):
-        producer.source(place.env(**connection(other)))
+        producer.source(place.env(**connection(untrusted)))
 
 
 def test_a_tls_mismatch_of_port_and_client_is_one_clear_error(place, authority):
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit", backoff_type="stop")
-    with_tls = secured(place, ca=str(authority.certificate))
+    with_tls = tls_fields(place, ca=str(authority.certificate))
     began = time.monotonic()
 
     with pytest.raises(ProducerError, match=r"TLS failed|cannot be reached"):
@@ -182,13 +182,13 @@ def test_a_tls_mismatch_of_port_and_client_is_one_clear_error(place, authority):
 
 
 def test_the_management_api_uses_the_same_ca(place, authority, tmp_path):
-    # The AMQP port speaks TLS too: enough to see whom the look would trust.
-    other = Authority.make(tmp_path, "other")
+    # The AMQP port has TLS too, which suffices to check which CA is trusted.
+    untrusted = Authority.make(tmp_path, "other")
     assert isinstance(place.server, SecuredServer)
     url = f"https://127.0.0.1:{place.server.tls_port}"
     producer = RabbitMQProducer(queue=place.name, conn_id="rabbit")
 
-    def output(ca: Path) -> str:
+    def check_with(ca: Path) -> str:
         extra = {"tls": {"ca": str(ca)}, "management_url": url}
         address = address_for(producer, place.env(extra=extra))
         connection: Any = SimpleNamespace(
@@ -197,8 +197,8 @@ def test_the_management_api_uses_the_same_ca(place, authority, tmp_path):
         [note] = check_queues(connection, producer)
         return note.text
 
-    assert "CERTIFICATE_VERIFY_FAILED" in output(other.certificate)
-    assert "CERTIFICATE_VERIFY_FAILED" not in output(authority.certificate)
+    assert "CERTIFICATE_VERIFY_FAILED" in check_with(untrusted.certificate)
+    assert "CERTIFICATE_VERIFY_FAILED" not in check_with(authority.certificate)
 
 
 # -- short of memory -------------------------------------------------------------------------------
@@ -214,17 +214,17 @@ def test_a_blocked_connection_waits_and_loses_nothing(place, caplog):
     taken = [*source.secure(source.receive(5, timeout=2.0))]
     control("set_vm_memory_high_watermark", "absolute", "1MB")
 
-    # When it goes on, and the broker has room again only after a confirm's time has passed
-    mended = threading.Timer(5.0, control, ("set_vm_memory_high_watermark", "absolute", "3GB"))
-    mended.start()
+    # When it continues, and the broker has memory again only after the timeout of a confirm
+    recovery = threading.Timer(5.0, control, ("set_vm_memory_high_watermark", "absolute", "3GB"))
+    recovery.start()
     began = time.monotonic()
     try:
         taken += place.take(source)
     finally:
-        mended.join()
+        recovery.join()
         source.close()
 
-    # Then it has waited, said so once, has all messages, and settles
+    # Then it has waited, logged one warning, received all messages, and settles
     assert time.monotonic() - began > 4
     report = place.carry_out(source.lease, settlement_of(taken))
     assert sorted(int(message.data) for message in taken) == list(range(20))

@@ -1,7 +1,7 @@
-"""A whole pipeline through ``runs/`` alone, in processes that have neither Airflow nor pyspark.
+"""A whole pipeline through ``runs/`` only, in processes that have neither Airflow nor pyspark.
 
-Each task is a process of its own; some are killed at work.  What became of each message is counted
-from outside: in the queue's file, and in the one that ``handle_batch`` writes.
+Each task is a process of its own; some are killed while they work.  The outcome of each message is
+counted in the queue's file, and in the file that ``handle_batch`` writes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.integration.runs_alone import QUEUE
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
-#: What a task's process does.
+#: The program of a task's process.
 PROGRAM = """
 from tests.integration.barring import bar
 bar("airflow", "pyspark")
@@ -32,7 +32,7 @@ from tests.integration.runs_alone import main
 main()
 """
 COUNT = 200
-#: Those that the pipeline fails, in the processor or in the batch.
+#: The numbers that the pipeline fails, in the processor or in the batch.
 FAILS = {number for number in range(COUNT) if number % 7 == 0 or number % 5 == 0}
 
 
@@ -45,7 +45,7 @@ class Handled(NamedTuple):
     batch_id: str
 
 
-class Alone:
+class Workspace:
     """A queue with messages, a staging root, and a sink, in one folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -66,14 +66,14 @@ class Alone:
         )
 
     def run(self, task: str, run: str, try_number: int = 1) -> Any:
-        """Runs a task to its end; returns what it came to."""
+        """Runs a task to its end; returns its result."""
         process = self.start(task, run, try_number)
         out, err = process.communicate(timeout=120.0)
         assert process.returncode == 0, err[-3000:]
         return json.loads(out)
 
     def kill(self, task: str, run: str, *, at: int) -> None:
-        """Kills a task while its callback is at a number."""
+        """Kills a task while its callback handles a number."""
         (self.folder / f"stop-at-{task}").write_text(str(at))
         process = self.start(task, run)
         try:
@@ -85,7 +85,7 @@ class Alone:
         (self.folder / f"stop-at-{task}").unlink()
 
     def handled(self) -> list[Handled]:
-        """Returns the messages that ``handle_batch`` got, in order."""
+        """Returns the messages that ``handle_batch`` received, in order."""
         with closing(sqlite3.connect(self.folder / "sink.db")) as db:
             rows = db.execute("SELECT * FROM handled ORDER BY rowid")
             return [Handled(*row) for row in rows]
@@ -94,7 +94,7 @@ class Alone:
         """Checks that each sent message is handled once, marked as redelivered, or dead."""
         assert report["balanced"]
         assert not report["totals"]["lapsed"]
-        dead = {int(letter.body) for letter in self.queue.dead_letters(limit=None)}
+        dead = {int(dead_letter.body) for dead_letter in self.queue.dead_letters(limit=None)}
         handled = self.handled()
         assert dead == FAILS
         assert {call.number for call in handled} | dead == set(range(COUNT))
@@ -107,61 +107,63 @@ class Alone:
 
 
 @pytest.fixture
-def alone(tmp_path):
-    result = Alone(tmp_path)
+def workspace(tmp_path):
+    result = Workspace(tmp_path)
     yield result
     result.queue.close()
 
 
-def test_a_pipeline_runs_without_airflow_and_spark(alone):
-    reference = alone.run("process", "one")
+def test_a_pipeline_runs_without_airflow_and_spark(workspace):
+    reference = workspace.run("process", "one")
     assert reference["received"] == COUNT
-    counts = alone.run("batch", "one")
-    report = alone.run("ack", "one")
+    counts = workspace.run("batch", "one")
+    report = workspace.run("ack", "one")
 
     assert counts["without_outcome"] == 0
     assert report["totals"]["acked"] == COUNT - len(FAILS)
-    assert Counter(call.message_id for call in alone.handled()).most_common(1)[0][1] == 1
-    alone.check_account(report)
+    assert Counter(call.message_id for call in workspace.handled()).most_common(1)[0][1] == 1
+    workspace.check_account(report)
 
-    # and another process shows it
-    seen = alone.run("look", alone.ids[1])
+    # and another process reports it
+    seen = workspace.run("look", workspace.ids[1])
     assert [(run["run_id"], run["state"]) for run in seen["runs"]] == [("one", "settled")]
     assert [place["outcome"] for place in seen["places"]] == ["succeeded"]
 
 
-def test_killed_tasks_are_retried_and_settled_by_another_process(alone):
+def test_killed_tasks_are_retried_and_settled_by_another_process(workspace):
     # Given a process task and a batch task, each killed while a callback was at work
-    alone.kill("process", "one", at=57)
-    assert alone.queue.depth().leased, "the killed task held nothing"
-    again = alone.run("process", "one", 2)
-    alone.kill("batch", "one", at=101)
+    workspace.kill("process", "one", at=57)
+    assert workspace.queue.depth().leased, "the killed task held nothing"
+    retried = workspace.run("process", "one", 2)
+    workspace.kill("batch", "one", at=101)
 
-    # When they are tried again, and yet another process settles
-    counts = alone.run("batch", "one", 2)
-    report = alone.run("ack", "one")
+    # When they are retried, and another process settles
+    counts = workspace.run("batch", "one", 2)
+    report = workspace.run("ack", "one")
 
-    # Then what the first try held was received again, and only the open batches ran again
-    assert again["received"] == COUNT
+    # Then the first try's messages were redelivered, and only batches without outcome ran again
+    assert retried["received"] == COUNT
     assert counts["without_outcome"] == 0
-    repeated = [n for n, times in Counter(e.number for e in alone.handled()).items() if times > 1]
+    repeated = [
+        n for n, times in Counter(e.number for e in workspace.handled()).items() if times > 1
+    ]
     assert 101 in repeated
     assert len(repeated) <= 10, "batches with an outcome ran again"
-    alone.check_account(report)
+    workspace.check_account(report)
 
 
-def test_a_killed_run_is_settled_by_the_next_runs_process_task(alone):
+def test_a_killed_run_is_settled_by_the_next_runs_process_task(workspace):
     # Given an abandoned run: some of its batches have an outcome, and some have none
-    alone.run("process", "one")
-    alone.kill("batch", "one", at=101)
-    before = len(alone.handled())
+    workspace.run("process", "one")
+    workspace.kill("batch", "one", at=101)
+    before = len(workspace.handled())
 
     # When the next run begins
-    reference = alone.run("process", "two")
-    alone.run("batch", "two")
-    report = alone.run("ack", "two")
+    reference = workspace.run("process", "two")
+    workspace.run("batch", "two")
+    report = workspace.run("ack", "two")
 
-    # Then what had an outcome was settled by it, and the rest came again
+    # Then it settled the batches with an outcome, and received the other messages again
     assert 0 < reference["received"] < COUNT
-    assert all(call.redelivered for call in alone.handled()[before:])
-    alone.check_account(report)
+    assert all(call.redelivered for call in workspace.handled()[before:])
+    workspace.check_account(report)

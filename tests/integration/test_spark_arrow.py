@@ -92,7 +92,7 @@ def test_batches_are_read_and_outcomes_written(bucket):
     # Then each reads its own rows, and its outcome is in the bucket
     assert seen == {f"b{n}": [f"b{n}-{i}" for i in range(5)] for n in range(7)}
     outcomes = bucket.outcomes("default")
-    assert {name: (made.successful, made.failed) for name, made in outcomes.items()} == {
+    assert {name: (outcome.successful, outcome.failed) for name, outcome in outcomes.items()} == {
         f"b{n}": (0, 5) if n == 2 else (4, 1) for n in range(7)
     }
     assert bucket.entries(outcomes["b1"])["b1-0"].verdict.reason == "zero"
@@ -104,7 +104,7 @@ def test_every_schema_type_round_trips(bucket):
         " x string not null, y binary, dt date, ts timestamp, tn timestamp_ntz, a array<int>,"
         " p map<string, double>, st struct<`odd name`: int, deep: array<struct<k: string>>>"
     )
-    instant = datetime(2026, 3, 29, 1, 30, 0, 123456, tzinfo=UTC)
+    timestamp = datetime(2026, 3, 29, 1, 30, 0, 123456, tzinfo=UTC)
     data = {
         "b": True,
         "t": -128,
@@ -117,7 +117,7 @@ def test_every_schema_type_round_trips(bucket):
         "x": "ü\u0000✓",
         "y": b"\x00\xff",
         "dt": date(1500, 2, 28),
-        "ts": instant,
+        "ts": timestamp,
         "tn": datetime(1600, 1, 1, 12),  # noqa: DTZ001 - a timestamp_ntz has none
         "a": [1, None, 3],
         "p": {"k": 1.5, "n": None},
@@ -139,8 +139,8 @@ def test_every_schema_type_round_trips(bucket):
     assert bucket.run(callback, plan, pipeline=Mending) == 0
     assert bucket.entries(bucket.outcome("default", "b0"))["m0"].payload == b"body"
     read, rebuilt = seen
-    assert read["ts"].astimezone(UTC) == instant
-    assert {**read, "ts": instant, "y": bytes(read["y"])} == data
+    assert read["ts"].astimezone(UTC) == timestamp
+    assert {**read, "ts": timestamp, "y": bytes(read["y"])} == data
     assert rebuilt == data
 
 
@@ -154,11 +154,13 @@ def test_refusal_in_an_executor_leaves_its_batch_without_an_outcome(bucket, serv
         finally:
             server.denied = ""
 
-    # When the credentials end in the middle of a run
+    # When the credentials expire during a run
     assert bucket.run(callback, plan) == INCOMPLETE
 
     # Then the batch is not failed: a retry handles it
-    assert {name: made.successful for name, made in bucket.outcomes("default").items()} == {"b1": 5}
+    assert {name: outcome.successful for name, outcome in bucket.outcomes("default").items()} == {
+        "b1": 5
+    }
     assert "messages of the batch b0 cannot be read back (cannot read batches/" in caplog.text
     assert "the store refused" in caplog.text
 
@@ -186,8 +188,8 @@ def test_row_groups_are_shared_by_the_tasks_of_a_batch(bucket, monkeypatch):
     assert frame.rdd.getNumPartitions() == 3
     parts = frame.rdd.glom().map(len).collect()
     assert sorted(parts) == [3, 3, 6]
-    found = sorted(row.message_id for row in frame.collect())
-    assert found == [f"b{n}-{i}" for n in (1, 2, 4, 5) for i in range(3)]
+    message_ids = sorted(row.message_id for row in frame.collect())
+    assert message_ids == [f"b{n}-{i}" for n in (1, 2, 4, 5) for i in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +223,7 @@ def test_driver_that_cannot_read_its_work_refuses_before_a_session(
     assert result in error
 
 
-def test_driver_without_the_client_of_the_store_says_what_it_needs(monkeypatch, caplog):
+def test_driver_without_the_client_of_the_store_names_missing_packages(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "airflow_broadway.spark.arrow", None)
     assert job.main(["--client", "arrow", "--run", "s3a://b/x/y/z", "--work", "w"]) == REFUSED
     assert "needs pyarrow, pandas, and fsspec with the client of the store (s3fs" in caplog.text
@@ -232,7 +234,7 @@ def test_driver_without_the_client_of_the_store_says_what_it_needs(monkeypatch, 
 
 @pytest.fixture
 def lake(world, server, monkeypatch):
-    """A world whose staging root is a bucket, by a connection; no process has other keys."""
+    """Yields a world whose staging root is a bucket by a connection; no process has other keys."""
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "none")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "none")
@@ -262,8 +264,8 @@ def run_figures(lake: Any, name: str = "Figures", **spark: Any) -> Any:
     return lake.run(pipeline.dag("lake", default_args={"retries": 0}, spark=spark))
 
 
-def check_whole(lake: Any, ran: Any) -> None:
-    """Every message is settled once, and every row is in the output once."""
+def check_exactly_once(lake: Any, ran: Any) -> None:
+    """Checks that each message is settled once, and each row is in the output once."""
     assert ran.state == "success"
     [path] = [path for path in lake.bucket.fs.find(lake.bucket.root) if "report.json" in path]
     report = json.loads(lake.bucket.fs.cat_file(path))
@@ -281,7 +283,7 @@ def check_whole(lake: Any, ran: Any) -> None:
 def test_run_with_a_bucket_needs_no_file_system_of_hadoop(lake, capfd):
     ran = run_figures(lake)
 
-    check_whole(lake, ran)
+    check_exactly_once(lake, ran)
     log = "".join(capfd.readouterr())
     assert "is read through arrow: Hadoop has no file system for s3a" in log
     first = next(line for line in log.splitlines() if "airflow-broadway 0" in line)
@@ -296,7 +298,7 @@ def test_run_with_a_bucket_uses_s3a_where_spark_has_it(lake, capfd):
         pytest.skip("no S3A here: scripts/setup.sh --s3a, which needs mvn and fetches 700 MB")
     ran = run_figures(lake, conf={"spark.driver.extraClassPath": f"{jars}/*"})
 
-    check_whole(lake, ran)
+    check_exactly_once(lake, ran)
     log = "".join(capfd.readouterr())
     assert "is read through hadoop: Hadoop has a file system for s3a" in log
     assert "hush" not in log
@@ -304,7 +306,7 @@ def test_run_with_a_bucket_uses_s3a_where_spark_has_it(lake, capfd):
 
 @pytest.mark.airflow
 def test_driver_killed_after_its_write_is_followed_by_another(lake):
-    check_whole(lake, run_figures(lake, "Interrupted"))
+    check_exactly_once(lake, run_figures(lake, "Interrupted"))
 
 
 @pytest.mark.airflow
@@ -327,7 +329,7 @@ def test_driver_killed_after_its_write_is_followed_by_another(lake):
     ],
     ids=["executor without Arrow", "Hadoop without s3a"],
 )
-def test_spark_that_cannot_read_the_bucket_refuses_in_one_sentence(lake, capfd, spark, result):
+def test_spark_that_cannot_read_the_bucket_is_one_clear_error(lake, capfd, spark, result):
     ran = run_figures(lake, **spark)
 
     assert ran.state == "failed"

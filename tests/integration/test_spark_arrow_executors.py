@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(540)]
 
 
 def application(root: Path) -> None:
-    """Handles batches in a bucket; every process finds keys in its environment that are denied."""
+    """Handles batches in a bucket; the keys in the environment of each process are denied."""
     import pyspark
 
     from airflow_broadway.spark.session import ClassicSessions, open_session
@@ -64,12 +64,14 @@ def application(root: Path) -> None:
         code = run_work(ClassicSessions(session), uri, files, work, arrow=files)
         session.stop()
         staged.files = files  # type: ignore[assignment]
-        outcomes = {name: made.successful for name, made in staged.outcomes("default").items()}
-    (root / "found.json").write_text(json.dumps([code, sizes, outcomes]))
+        outcomes = {
+            name: outcome.successful for name, outcome in staged.outcomes("default").items()
+        }
+    (root / "result.json").write_text(json.dumps([code, sizes, outcomes]))
 
 
 def test_executors_read_a_bucket_with_the_drivers_credentials(tmp_path):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", __name__, str(tmp_path)],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"},
@@ -78,8 +80,8 @@ def test_executors_read_a_bucket_with_the_drivers_credentials(tmp_path):
         check=False,
         timeout=480,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    code, sizes, outcomes = json.loads((tmp_path / "found.json").read_text())
+    assert process.returncode == 0, process.stderr[-3000:]
+    code, sizes, outcomes = json.loads((tmp_path / "result.json").read_text())
     assert code == 0
     assert sizes == outcomes == {"b0": 5, "b1": 5}
 

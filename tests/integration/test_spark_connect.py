@@ -64,38 +64,38 @@ def lake(tmp_path, monkeypatch):
     return Lake(tmp_path, monkeypatch, HANDLE_BATCH, batches)
 
 
-def good(lake):
-    """The rows that the table must have, each once."""
+def expected_rows(lake):
+    """Returns the rows that the table must have, each once."""
     return {name: 1 for name in lake.planned_rows() if int(name.rpartition("-")[2]) % 5}
 
 
-def drivers():
-    """The drivers that this process has started."""
-    found = []
+def find_drivers():
+    """Returns the drivers that this process has started."""
+    processes = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # or a zombie
             if any("airflow_broadway_job.py" in word for word in process.cmdline()):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
-def workers(lake):
-    """The pids of Spark's Python that have begun rows."""
+def find_workers(lake):
+    """Returns the pids of Spark's Python workers that have begun rows."""
     return {int(file.name) for file in (lake.folder / "busy").iterdir()}
 
 
-def alive(pids):
+def filter_alive(pids):
     return {pid for pid in pids if psutil.pid_exists(pid)}
 
 
 @contextmanager
-def executing(lake, operator):
+def execute_in_thread(lake, operator):
     """Executes the task in a thread until two batches wait; yields its future."""
     (lake.folder / "wait").touch()
     with ThreadPoolExecutor() as pool:
         try:
             future = pool.submit(lake.execute_operator, operator)
-            eventually(lambda: len(workers(lake)) > 1 or future.done(), 120.0)
+            eventually(lambda: len(find_workers(lake)) > 1 or future.done(), 120.0)
             assert not future.done(), future.exception()
             yield future
         finally:
@@ -106,28 +106,28 @@ def test_batches_run_on_a_server(lake, server):
     returned = lake.execute(remote=server.url, conf={"a.b": "c"})
 
     assert (returned["batches"], returned["failed"]) == (BATCHES, 0)
-    assert lake.rows() == good(lake)
+    assert lake.rows() == expected_rows(lake)
     for batch in lake.batches:
         outcome = lake.staged.outcome("default", batch.batch_id)
         assert (outcome.successful, outcome.failed) == (8, 2)
         assert {e.verdict.reason for e in lake.staged.entries(outcome).values()} == {"five"}
 
 
-def test_connection_of_a_server(lake, server, monkeypatch):
+def test_address_of_a_server_comes_from_a_connection(lake, server, monkeypatch):
     host, _, port = server.url.removeprefix("sc://").partition(":")
     connection = {"conn_type": "spark_connect", "host": host, "port": int(port), "login": "ann"}
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
 
     lake.execute(conf={"a.b": "c"})
 
-    assert lake.rows() == good(lake)
+    assert lake.rows() == expected_rows(lake)
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [("import not_shipped", "No module named 'not_shipped'"), ("1 / 0", "ZeroDivisionError")],
 )
-def test_error_of_a_driver_that_cannot_load_the_pipeline_is_the_tasks(lake, line, reason):
+def test_task_raises_the_import_error_of_its_driver(lake, line, reason):
     operator = lake.operator(remote=f"sc://127.0.0.1:{free_port()}")  # without any server
     (lake.folder / "code/not_shipped.py").touch()
     module = lake.folder / "code/lake_pipeline.py"
@@ -142,39 +142,39 @@ def test_error_of_a_driver_that_cannot_load_the_pipeline_is_the_tasks(lake, line
 
 @pytest.mark.slow
 def test_a_killed_driver_is_followed_by_one_that_ends_its_jobs(lake, server):
-    with executing(lake, lake.operator(remote=server.url, conf={"a.b": "c"})) as future:
-        [driver] = drivers()
-        first = workers(lake)
+    with execute_in_thread(lake, lake.operator(remote=server.url, conf={"a.b": "c"})) as future:
+        [driver] = find_drivers()
+        first = find_workers(lake)
         driver.kill()
-        # The first ones wait for a file that is still there.
-        eventually(lambda: workers(lake) - first and not alive(first), 120.0)
+        # The first workers wait for a file that still exists.
+        eventually(lambda: find_workers(lake) - first and not filter_alive(first), 120.0)
         (lake.folder / "wait").unlink()
         returned = future.result(120.0)
 
     assert (returned["batches"], returned["failed"]) == (BATCHES, 0)
-    assert lake.rows() == good(lake)
+    assert lake.rows() == expected_rows(lake)
 
 
 @pytest.mark.slow
 def test_a_killed_task_ends_its_jobs(lake, server):
     operator = lake.operator(remote=server.url, conf={"a.b": "c"})
-    with executing(lake, operator) as future:
+    with execute_in_thread(lake, operator) as future:
         operator.on_kill()
         with pytest.raises(AirflowException, match="have no outcome"):
             future.result(60.0)
-        eventually(lambda: not alive(workers(lake)), 60.0)
+        eventually(lambda: not filter_alive(find_workers(lake)), 60.0)
     assert lake.staged.outcomes("default") == {}
 
     # and a retry handles the batches
     lake.execute(remote=server.url, conf={"a.b": "c"})
-    assert lake.rows() == good(lake)
+    assert lake.rows() == expected_rows(lake)
 
 
 @pytest.mark.slow
-def test_a_driver_that_wakes_late_records_nothing(lake, server):
+def test_a_driver_that_resumes_late_records_nothing(lake, server):
     arguments = {"remote": server.url, "conf": {"a.b": "c"}}
-    with executing(lake, lake.operator(**arguments)) as future:
-        [driver] = drivers()
+    with execute_in_thread(lake, lake.operator(**arguments)) as future:
+        [driver] = find_drivers()
         driver.suspend()
         (lake.folder / "wait").unlink()
         lake.execute(**arguments)
@@ -183,28 +183,28 @@ def test_a_driver_that_wakes_late_records_nothing(lake, server):
         future.result(120.0)  # its task finds that each batch has an outcome
 
     assert lake.staged.outcomes("default") == outcomes
-    assert lake.rows() == good(lake)
+    assert lake.rows() == expected_rows(lake)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "stop"])
-def test_a_server_that_was_ended_and_started_again_loses_no_batch(lake, tmp_path, end):
+def test_a_restarted_server_loses_no_batch(lake, tmp_path, end):
     with ConnectServer(tmp_path / "server") as server:
         operator = lake.operator(remote=server.url, conf={"a.b": "c"})
-        with executing(lake, operator) as future:
+        with execute_in_thread(lake, operator) as future:
             getattr(server, end)()
             server.start()
             (lake.folder / "wait").unlink()
             returned = future.result(200.0)  # the next application of the same task
 
     assert (returned["batches"], returned["failed"]) == (BATCHES, 0)
-    assert lake.rows() == good(lake)
+    assert lake.rows() == expected_rows(lake)
 
 
 @pytest.mark.slow
-def test_a_driver_that_was_away_for_too_long_fails_no_batch(lake, tmp_path):
-    # Given a server that gives up the operations of a client after a second, instead of minutes
-    second = {
+def test_a_driver_suspended_for_too_long_fails_no_batch(lake, tmp_path):
+    # Given a server that abandons a client's operations after a second, instead of minutes
+    timeouts = {
         f"spark.connect.execute.{name}": "1s"
         for name in (
             "manager.detachedTimeout",
@@ -212,42 +212,42 @@ def test_a_driver_that_was_away_for_too_long_fails_no_batch(lake, tmp_path):
             "reattachable.senderMaxStreamDuration",
         )
     }
-    with ConnectServer(tmp_path / "server", second) as server:
+    with ConnectServer(tmp_path / "server", timeouts) as server:
         operator = lake.operator(remote=server.url, conf={"a.b": "c"})
-        with executing(lake, operator) as future:
-            [driver] = drivers()
-            first = workers(lake)
+        with execute_in_thread(lake, operator) as future:
+            [driver] = find_drivers()
+            first = find_workers(lake)
             driver.suspend()
-            eventually(lambda: not alive(first), 60.0)  # the server has ended their jobs
+            eventually(lambda: not filter_alive(first), 60.0)  # the server has ended their jobs
             (lake.folder / "wait").unlink()
             driver.resume()
             returned = future.result(200.0)  # the next application of the same task
 
     assert (returned["batches"], returned["failed"]) == (BATCHES, 0)
-    assert lake.rows() == good(lake)
+    assert lake.rows() == expected_rows(lake)
 
 
 def test_a_broken_connection_is_no_failure_of_its_batch(server):
-    # Given a sink that hides the error of Spark, whose connection is back by now
+    # Given a sink that hides the error of Spark, whose connection is restored by now
     def write():
         try:
             raise SparkConnectGrpcException("x", grpc_status_code=grpc.StatusCode.UNAVAILABLE)
         except SparkConnectGrpcException:
             raise SinkError("the table cannot be written") from None
 
-    opened = sessions(server.url)
+    spark_sessions = open_sessions(server.url)
     try:
         with pytest.raises(SinkError) as raised:
             write()
-        assert "is lost (SinkError" in opened.why_lost(raised.value)
-        # Then an error of another system is one of its batch, and so is one of its data
-        assert opened.why_lost(ConnectionError("StatusCode.UNAVAILABLE")) == ""
-        bad = opened.main.sql("SELECT CAST('StatusCode.UNAVAILABLE' AS INT)")
+        assert "is lost (SinkError" in spark_sessions.why_lost(raised.value)
+        # Then an error of another system fails the batch, and so does one of its data
+        assert spark_sessions.why_lost(ConnectionError("StatusCode.UNAVAILABLE")) == ""
+        bad = spark_sessions.main.sql("SELECT CAST('StatusCode.UNAVAILABLE' AS INT)")
         with pytest.raises(SparkConnectGrpcException, match="CAST_INVALID_INPUT") as failed_cast:
             bad.collect()
-        assert opened.why_lost(failed_cast.value) == ""
+        assert spark_sessions.why_lost(failed_cast.value) == ""
     finally:
-        opened.close()
+        spark_sessions.close()
 
 
 @pytest.mark.slow
@@ -262,71 +262,71 @@ def test_server_reads_a_bucket(tmp_path, server, monkeypatch):
         )
         work = bucket.work(Counting, plan)
         bucket.upload()
-        opened = ConnectSessions(Server(url=server.url), {1: bucket.uri})
+        spark_sessions = ConnectSessions(Server(url=server.url), {1: bucket.uri})
         try:
-            bucket.arrow.check_executor(opened.main, f"{plan.path}/plan.jsonl")
-            assert run_work(opened, bucket.uri, bucket.arrow, work, arrow=bucket.arrow) == 0
+            bucket.arrow.check_executor(spark_sessions.main, f"{plan.path}/plan.jsonl")
+            assert run_work(spark_sessions, bucket.uri, bucket.arrow, work, arrow=bucket.arrow) == 0
         finally:
-            opened.close()
+            spark_sessions.close()
         bucket.files = bucket.arrow  # type: ignore[assignment]
         outcomes = bucket.outcomes("default").values()
-        assert [(made.successful, made.failed) for made in outcomes] == [(4, 1), (4, 1)]
+        assert [(outcome.successful, outcome.failed) for outcome in outcomes] == [(4, 1), (4, 1)]
 
 
-def test_sessions_leave_the_import_path_to_others(server, tmp_path, monkeypatch):
+def test_sessions_keep_concurrent_changes_of_the_import_path(server, tmp_path, monkeypatch):
     # Given a callback that extends it while another batch's session is opened
     monkeypatch.setattr(sys, "path", [*sys.path])
-    add = SparkSession.addArtifacts
+    add_artifacts = SparkSession.addArtifacts
 
-    def add_beside(*arguments, **options):
-        add(*arguments, **options)
+    def add_concurrently(*arguments, **options):
+        add_artifacts(*arguments, **options)
         sys.path.append("/own")
 
-    monkeypatch.setattr(SparkSession, "addArtifacts", add_beside)
+    monkeypatch.setattr(SparkSession, "addArtifacts", add_concurrently)
     code = tmp_path / "code.zip"
     zipfile.ZipFile(code, "w").close()
-    opened = sessions(server.url, artifacts={"pyfile": [str(code)]})
+    spark_sessions = open_sessions(server.url, artifacts={"pyfile": [str(code)]})
     try:
-        opened.open("b", "", "")
+        spark_sessions.open("b", "", "")
         assert (sys.path.count("/own"), sys.path.count(str(code))) == (2, 1)
     finally:
-        opened.close()
+        spark_sessions.close()
 
 
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def sessions(url, **server):
+def open_sessions(url, **server):
     return ConnectSessions(Server(url=url, **server), {1: str(uuid.uuid4())})
 
 
-def test_absent_server(monkeypatch):
+def test_absent_server_is_one_clear_error(monkeypatch):
     monkeypatch.setattr("airflow_broadway.spark.connect.TIMEOUT", 0.5)
     url = f"sc://127.0.0.1:{free_port()}"
     expected = f"Spark Connect server {url} does not accept connections.*start it, or correct"
     with pytest.raises(PipelineError, match=expected) as raised:
-        sessions(f"{url}/;token=hu/sh")
+        open_sessions(f"{url}/;token=hu/sh")
     assert "hu/sh" not in str(raised.value)
 
 
-def test_url_of_a_server_that_is_not_valid():
+def test_invalid_server_url_is_refused_without_its_token():
     with pytest.raises(PipelineError, match=r"sc://host is not valid: expected") as raised:
-        sessions("sc://host/;token=hush==")
+        open_sessions("sc://host/;token=hush==")
     assert "hush" not in str(raised.value)
 
 
-def test_older_server(server, monkeypatch):
+def test_older_server_is_refused(server, monkeypatch):
     monkeypatch.setattr("pyspark.__version__", "9.1.0")
     with pytest.raises(PipelineError, match=r"is older than this worker's pyspark 9\.1"):
-        sessions(server.url)
+        open_sessions(server.url)
 
 
-def test_setting_that_a_running_server_does_not_take(server):
+def test_static_setting_of_a_running_server_is_refused(server):
     with pytest.raises(PipelineError, match=r"does not take the setting spark\.executor\.memory"):
-        sessions(server.url, conf={"spark.executor.memory": "1g"})
+        open_sessions(server.url, conf={"spark.executor.memory": "1g"})
 
 
-def test_full_server():
+def test_full_server_is_one_clear_error():
     # Given a server that refuses each call
     def refuse(_, context):
         context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions")
@@ -337,7 +337,7 @@ def test_full_server():
     full.start()
     try:
         with pytest.raises(PipelineError, match=r"opens no session: .*too many sessions"):
-            sessions(url)
+            open_sessions(url)
     finally:
         full.stop(None)
 

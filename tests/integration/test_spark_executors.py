@@ -52,14 +52,14 @@ def application(root: Path) -> None:
     code = run_work(ClassicSessions(session), staged.uri, staged.files, staged.work(Counting, plan))
     session.stop()
     outcomes = {
-        name: [made.successful, made.failed, made.error]
-        for name, made in staged.outcomes("default").items()
+        name: [outcome.successful, outcome.failed, outcome.error]
+        for name, outcome in staged.outcomes("default").items()
     }
-    (root / "found.json").write_text(json.dumps([code, outcomes]))
+    (root / "result.json").write_text(json.dumps([code, outcomes]))
 
 
 def test_a_batch_with_repeatedly_dying_executors_fails_alone(tmp_path):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", __name__, str(tmp_path)],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"},
@@ -68,11 +68,11 @@ def test_a_batch_with_repeatedly_dying_executors_fails_alone(tmp_path):
         check=False,
         timeout=480,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    code, found = json.loads((tmp_path / "found.json").read_text())
-    assert (code, found["b1"]) == (0, [5, 0, ""])
-    assert found["b0"][:2] == [0, 5]
-    assert "Job aborted due to stage failure" in found["b0"][2]
+    assert process.returncode == 0, process.stderr[-3000:]
+    code, outcomes = json.loads((tmp_path / "result.json").read_text())
+    assert (code, outcomes["b1"]) == (0, [5, 0, ""])
+    assert outcomes["b0"][:2] == [0, 5]
+    assert "Job aborted due to stage failure" in outcomes["b0"][2]
 
 
 if __name__ == "__main__":

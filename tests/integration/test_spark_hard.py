@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
 def run(staged: Staged, callback: Any, count: int = 2) -> dict[str, Any]:
-    """Runs batches ``b0``, ``b1`` … of ten messages, one after another; their outcomes."""
+    """Runs batches ``b0``, ``b1`` … of ten messages in sequence; returns their outcomes."""
     Counting.callback = staticmethod(callback)
     batches = [Planned(f"b{n}", rows(10, prefix=f"b{n}-")) for n in range(count)]
     work = staged.work(Counting, staged.plan("default", batches))
@@ -43,7 +43,7 @@ def run(staged: Staged, callback: Any, count: int = 2) -> dict[str, Any]:
 
 
 def test_a_key_stays_in_order_across_generations(tmp_path):
-    # Given messages of two keys that came to two tasks by turns, each of which counts its own
+    # Given messages of two keys that two tasks received by turns, each counting its own
     run = open_run(tmp_path)
     pipeline = pipeline_of(wide=Batcher(schema="n bigint", batch_size=7, concurrency=3))
     generations = []
@@ -95,7 +95,7 @@ def test_a_key_stays_in_order_across_generations(tmp_path):
     Counting.callback = staticmethod(callback)
     assert run_work(ClassicSessions(spark_session()), f"file://{files.root}", files, work) == 0
 
-    # Then each key's came in the order in which they were received, over all batches
+    # Then each key's messages were handled in order of receipt, over all batches
     assert seen == {"a": list(range(0, 60, 2)), "b": list(range(1, 60, 2))}
     outcomes = [name for name in files.list(paths.outcomes(plan.path)) if name.endswith(".json")]
     assert len(outcomes) == plan.batches == 10
@@ -117,7 +117,7 @@ def test_a_udf_that_kills_its_worker_fails_its_batch_alone(tmp_path, lazy):
         return failed(chosen) if lazy else failed([row.message_id for row in chosen.collect()])
 
     result = run(Staged(tmp_path), callback, count=3)
-    assert {name: (made.successful, made.failed) for name, made in result.items()} == {
+    assert {name: (outcome.successful, outcome.failed) for name, outcome in result.items()} == {
         "b0": (0, 10),
         "b1": (6, 4),
         "b2": (6, 4),
@@ -129,13 +129,13 @@ def test_pandas_udfs_read_data_and_report_failures(tmp_path):
     pandas = pytest.importorskip("pandas")
     from pyspark.sql.pandas import functions
 
-    untyped: Any = functions  # its types know no class of pandas by a variable
+    untyped: Any = functions  # its types accept no class of pandas from a variable
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
         def is_even(numbers: Any) -> Any:
             return numbers % 2 == 0
 
-        # As `(numbers: pandas.Series) -> pandas.Series`, where pandas is there.
+        # As `(numbers: pandas.Series) -> pandas.Series`, where pandas is installed.
         is_even.__annotations__ = dict.fromkeys(("numbers", "return"), pandas.Series)
         even = untyped.pandas_udf(is_even, "boolean")
 
@@ -151,7 +151,10 @@ def test_pandas_udfs_read_data_and_report_failures(tmp_path):
         return flat.mapInPandas(grouped, "message_id string, ok boolean")
 
     result = run(Staged(tmp_path), callback)
-    assert {name: (made.error, made.successful, made.failed) for name, made in result.items()} == {
+    assert {
+        name: (outcome.error, outcome.successful, outcome.failed)
+        for name, outcome in result.items()
+    } == {
         "b0": ("", 5, 5),
         "b1": ("", 5, 5),
     }

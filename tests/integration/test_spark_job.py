@@ -1,4 +1,4 @@
-"""Batches in a real Spark: what a callback gets, what it may return, and what is recorded."""
+"""Batches in a real Spark: arguments and results of callbacks, and recorded outcomes."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class Job(Staged):
         try_number: int = 1,
         **more: Any,
     ) -> int:
-        """Handles the batches of plans by ``callback``; the exit code."""
+        """Handles the batches of plans by ``callback``; returns the exit code."""
         pipeline.callback = staticmethod(callback)
         return self.run_work(self.work(pipeline, *plans, try_number=try_number), **more)
 
     def run_work(self, work: Work, **more: Any) -> int:
         return run_work(ClassicSessions(self.spark), self.uri, self.files, work, **more)
 
-    def one(self, callback: Callback, count: int = 10, **more: Any) -> Any:
-        """Runs one batch of ``count`` messages; its outcome, and its entries."""
+    def run_batch(self, callback: Callback, count: int = 10, **more: Any) -> Any:
+        """Runs one batch of ``count`` messages; returns its outcome and its entries."""
         row = more.pop("rows", {})
         key = row.get("batch_key", "default")
         plan = self.plan("default", [Planned("b0", rows(count, **row), batch_key=key)])
@@ -89,16 +89,16 @@ def _clean():
 
 
 def pairs(count: int) -> list[Planned]:
-    """Batches of two messages each: b0, b1 and so on."""
+    """Returns batches of two messages each: b0, b1 and so on."""
     return [Planned(f"b{n}", rows(2, prefix=f"b{n}-")) for n in range(count)]
 
 
-#: What each message came with.
+#: The original body and properties of a message.
 BODY = {"payload": b"body", "properties": "{}"}
 
 
 def sleep(messages: DataFrame) -> None:
-    """Runs a job of a minute, which ends at once when it is cancelled."""
+    """Runs a job of a minute, which ends immediately when it is cancelled."""
     messages.sparkSession.range(2).selectExpr(
         "java_method('java.lang.Thread', 'sleep', 60000L)"
     ).collect()
@@ -117,14 +117,16 @@ def test_a_batch_with_a_raising_splitter_fails_before_its_callback(job):
     assert {entry.verdict.reason for entry in entries} == {"ValueError: 35"}
 
 
-# -- what a callback gets --------------------------------------------------------------------------
+# -- arguments of a callback -----------------------------------------------------------------------
 
 
 def test_a_frame_has_the_documented_columns_and_types(job):
-    got: list[Any] = []
+    received: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
-        got.append((messages.schema.simpleString(), messages.orderBy("position").collect(), info))
+        received.append(
+            (messages.schema.simpleString(), messages.orderBy("position").collect(), info)
+        )
 
     rows = Row(
         "m0",
@@ -137,7 +139,7 @@ def test_a_frame_has_the_documented_columns_and_types(job):
     )
     plan = job.plan("default", [Planned("b0", [rows, Row("m1", {"n": None})], batch_key="k")])
     assert job.run(callback, plan) == 0
-    schema, (first, second), info = got[0]
+    schema, (first, second), info = received[0]
     assert schema == (
         "struct<message_id:string,data:struct<n:bigint>,batch_key:string,metadata:map<string,string>,"
         "attempt:int,redelivered:boolean,received_at:timestamp,position:bigint>"
@@ -163,7 +165,7 @@ def test_every_schema_type_round_trips(job):
         " x string not null, y binary, dt date, ts timestamp, tn timestamp_ntz, a array<int>,"
         " p map<string, double>, st struct<`odd name`: int, deep: array<struct<k: string>>>"
     )
-    instant = datetime(2026, 3, 29, 1, 30, 0, 123456, tzinfo=UTC)
+    timestamp = datetime(2026, 3, 29, 1, 30, 0, 123456, tzinfo=UTC)
     data = {
         "b": True,
         "t": -128,
@@ -176,7 +178,7 @@ def test_every_schema_type_round_trips(job):
         "x": "ü\u0000✓",
         "y": b"\x00\xff",
         "dt": date(1500, 2, 28),
-        "ts": instant,
+        "ts": timestamp,
         "tn": datetime(1600, 1, 1, 12),  # noqa: DTZ001 - a timestamp_ntz has none
         "a": [1, None, 3],
         "p": {"k": 1.5, "n": None},
@@ -202,8 +204,8 @@ def test_every_schema_type_round_trips(job):
         "x:string,y:binary,dt:date,ts:timestamp,tn:timestamp_ntz,a:array<int>,"
         "p:map<string,double>,st:struct<odd name:int,deep:array<struct<k:string>>>>"
     )
-    assert row["ts"].astimezone(UTC) == instant
-    assert {**row, "ts": instant, "y": bytes(row["y"])} == data
+    assert row["ts"].astimezone(UTC) == timestamp
+    assert {**row, "ts": timestamp, "y": bytes(row["y"])} == data
     # handle_failed gets plain Python, with aware timestamps.
     assert rebuilt == data
     assert rebuilt["ts"].tzinfo is UTC
@@ -252,26 +254,26 @@ def test_a_batch_reads_only_its_own_row_groups(job):
     # Given a file whose second batch is damaged, and another that is no Parquet
     batches = [Planned(f"b{n}", rows(100, prefix=f"b{n}-")) for n in range(6)]
     plan = job.plan("default", batches, batches_per_file=3)
-    kept, lost = (job.root / plan.path / name for name in plan.data)
-    lost.write_bytes(b"PAR1 and no more")
-    groups = pq.read_metadata(kept)
+    readable, damaged = (job.root / plan.path / name for name in plan.data)
+    damaged.write_bytes(b"PAR1 and no more")
+    groups = pq.read_metadata(readable)
     starts = [groups.row_group(n).column(0).dictionary_page_offset or 0 for n in range(3)]
     assert all(starts)
-    with kept.open("r+b") as file:
+    with readable.open("r+b") as file:
         file.seek(starts[1])
         file.write(b"\xff" * (starts[2] - starts[1]))
     seen: list[int] = []
 
-    # When the first is read whole, and of the others nothing is asked
+    # When the first is read whole, and the others are not read
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         if info.batch_id == "b0":
             seen.append(len(messages.collect()))
 
     assert job.run(callback, plan) == 0
 
-    # Then nothing of the damage is met
+    # Then no batch fails from the damage
     assert seen == [100]
-    assert {made.error for made in job.outcomes("default").values()} == {""}
+    assert {outcome.error for outcome in job.outcomes("default").values()} == {""}
 
 
 def test_a_merged_batch_reads_several_ranges(job):
@@ -322,7 +324,7 @@ def test_jobs_are_named_after_their_batch(job):
     assert len(tracker.getJobIdsForGroup("loud")) >= 1
 
 
-def test_a_path_with_odd_characters(tmp_path):
+def test_a_path_with_odd_characters_is_read(tmp_path):
     job = Job(tmp_path / "we[i]r*d {a,b} !3A%3A ü")
     seen: list[int] = []
     plan = job.plan("default", [Planned("b0", rows(3))])
@@ -345,7 +347,7 @@ def test_temporary_views_belong_to_one_batch(job):
     batches = [Planned(f"b{n}", rows(n + 1, prefix=f"b{n}-"), batch_key=n) for n in range(3)]
     assert job.run(callback, job.plan("wide", batches)) == 0
     assert seen == {f"b{n}": {f"b{n}-{i}" for i in range(n + 1)} for n in range(3)}
-    assert all(not made.error for made in job.outcomes("wide").values())
+    assert all(not outcome.error for outcome in job.outcomes("wide").values())
 
 
 def test_concurrent_batches_write_to_separate_paths(job, tmp_path):
@@ -378,7 +380,7 @@ def test_a_batch_key_in_a_path_round_trips_below_the_root(job, tmp_path):
     lake = tmp_path / "deep" / "lake"
     batches = [Planned(f"b{n}", rows(1, prefix=f"b{n}-"), batch_key=k) for n, k in enumerate(keys)]
     assert job.run(callback, job.plan("wide", batches)) == 0
-    assert all(not made.error for made in job.outcomes("wide").values())
+    assert all(not outcome.error for outcome in job.outcomes("wide").values())
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["lake"]
     frame = job.spark.read.parquet(f"file://{lake}").select("key", "batch_id").collect()
     expected = {(key or None, f"b{n}") for n, key in enumerate(keys)}
@@ -394,7 +396,7 @@ def test_settings_have_defaults_and_overrides(job):
             (conf.get("spark.sql.session.timeZone"), conf.get("spark.sql.shuffle.partitions"))
         )
 
-    job.one(callback)
+    job.run_batch(callback)
     assert seen == [("UTC", "4")]  # the second by the session's own configuration
 
 
@@ -420,16 +422,21 @@ def test_an_existing_setting_is_kept(monkeypatch):
     }
 
 
-# -- what a callback returns -----------------------------------------------------------------------
+# -- results of a callback -------------------------------------------------------------------------
 
 
 def test_returning_none_is_success(job):
-    made, entries = job.one(lambda messages, info: None)
-    assert (made.successful, made.failed, made.missing, made.exceptions) == (10, 0, 0, None)
-    assert (made.error, made.try_number, entries) == ("", 1, {})
-    assert made.application_id == job.spark.sparkContext.applicationId
-    assert made.seconds > 0
-    assert datetime.fromisoformat(made.started_at).tzinfo is not None
+    outcome, entries = job.run_batch(lambda messages, info: None)
+    assert (outcome.successful, outcome.failed, outcome.missing, outcome.exceptions) == (
+        10,
+        0,
+        0,
+        None,
+    )
+    assert (outcome.error, outcome.try_number, entries) == ("", 1, {})
+    assert outcome.application_id == job.spark.sparkContext.applicationId
+    assert outcome.seconds > 0
+    assert datetime.fromisoformat(outcome.started_at).tzinfo is not None
 
 
 def _by_column(messages: DataFrame) -> Any:
@@ -454,11 +461,11 @@ FAILED = {
 
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
 @pytest.mark.parametrize("callback", FAILED.values(), ids=FAILED)
-def test_some_failed(job, monkeypatch, callback, small):
+def test_every_form_of_failures_fails_its_messages(job, monkeypatch, callback, small):
     monkeypatch.setattr(unsuccessful, "SMALL", small)
-    made, entries = job.one(lambda messages, info: callback(messages))
-    assert made.error == ""
-    assert (made.successful, made.failed, made.missing) == (8, 2, 0)
+    outcome, entries = job.run_batch(lambda messages, info: callback(messages))
+    assert outcome.error == ""
+    assert (outcome.successful, outcome.failed, outcome.missing) == (8, 2, 0)
     assert sorted(entries) == ["m8", "m9"]
     for message_id, entry in entries.items():
         assert entry.receipt == message_id.replace("m", "r")
@@ -470,19 +477,19 @@ def test_some_failed(job, monkeypatch, callback, small):
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
 def test_a_message_left_out_of_the_outcomes_is_released(job, monkeypatch, small):
     monkeypatch.setattr(unsuccessful, "SMALL", small)
-    made, entries = job.one(
+    outcome, entries = job.run_batch(
         lambda messages, info: messages.where("data.n > 1").selectExpr(
             "message_id", "data.n > 2 AS status"
         ),
         rows={"attempt": 2, **BODY},
     )
-    assert (made.successful, made.failed, made.missing, made.error) == (7, 1, 2, "")
+    assert (outcome.successful, outcome.failed, outcome.missing, outcome.error) == (7, 1, 2, "")
     assert {name: entry.verdict.action for name, entry in entries.items()} == {
         "m0": Action.RELEASE,
         "m1": Action.RELEASE,
         "m2": Action.RETRY,
     }
-    # Some brokers release by publishing again, which needs the body.
+    # Some brokers release by republishing, which needs the body.
     first = entries["m0"]
     assert (first.receipt, first.attempt) == ("r0", 2)
     assert (first.payload, first.properties) == (b"body", "{}")
@@ -491,9 +498,9 @@ def test_a_message_left_out_of_the_outcomes_is_released(job, monkeypatch, small)
 @pytest.mark.parametrize(
     "callback", [lambda m: failed(m.where("false")), lambda m: failed([]), lambda m: []]
 )
-def test_no_message_failed(job, callback):
-    made, _ = job.one(lambda messages, info: callback(messages))
-    assert (made.successful, made.failed, made.exceptions) == (10, 0, None)
+def test_empty_failures_are_success(job, callback):
+    outcome, _ = job.run_batch(lambda messages, info: callback(messages))
+    assert (outcome.successful, outcome.failed, outcome.exceptions) == (10, 0, None)
 
 
 def _raises(messages: DataFrame) -> Any:
@@ -532,14 +539,14 @@ def _exits(messages: DataFrame) -> Any:
         (lambda messages: 42, "handle_batch returned int 42; on Spark it returns None"),
     ],
 )
-def test_the_whole_batch_failed(job, monkeypatch, callback, text, small):
+def test_an_error_fails_the_whole_batch(job, monkeypatch, callback, text, small):
     monkeypatch.setattr(unsuccessful, "SMALL", small)
     plan = job.plan("default", [Planned("b0", rows(5)), Planned("b1", rows(5, prefix="n"))])
 
     def first_only(messages: DataFrame, info: BatchInfo) -> Any:
         return callback(messages) if info.batch_id == "b0" else None
 
-    # The application did its work, so it ends well; the others of the batch go on.
+    # The application did its work, so it exits with 0; the other batch is handled.
     assert job.run(first_only, plan) == 0
     outcome = job.outcome("default", "b0")
     assert text in outcome.error
@@ -550,16 +557,16 @@ def test_the_whole_batch_failed(job, monkeypatch, callback, text, small):
     assert job.outcome("default", "b1").successful == 5
 
 
-def test_a_pipeline_without_handle_batch(job):
+def test_a_pipeline_without_handle_batch_fails_its_batch(job):
     plan = job.plan("default", [Planned("b0", rows(2))])
     work = job.work(Without, plan)
     assert job.run_work(work) == 0
     assert "Without defines no handle_batch" in job.outcome("default", "b0").error
 
 
-def test_an_empty_batch(job):
-    made, _ = job.one(lambda messages, info: failed(messages), count=0)
-    assert (made.successful, made.failed, made.exceptions) == (0, 0, None)
+def test_an_empty_batch_has_an_outcome(job):
+    outcome, _ = job.run_batch(lambda messages, info: failed(messages), count=0)
+    assert (outcome.successful, outcome.failed, outcome.exceptions) == (0, 0, None)
 
 
 @pytest.mark.parametrize("by", ["ids", "rows", "column"])
@@ -571,11 +578,11 @@ def test_reasons_are_cut_at_2048_bytes(job, letter, by):
         reason: Any = F.lit(letter * 5000) if by == "column" else letter * 5000
         return failed(["m0"] if by == "ids" else messages.where("data.n = 0"), reason=reason)
 
-    _, entries = job.one(callback)
+    _, entries = job.run_batch(callback)
     assert 2046 <= len(entries["m0"].verdict.reason.encode()) <= 2048
 
 
-def test_attempts_payload_and_own_actions(job):
+def test_entries_keep_attempt_payload_and_own_action(job):
     rows = [
         Row("last", {"n": 0}, attempt=5, payload=b"body", properties='{"a":1}'),
         Row("own", {"n": 1}, on_failure="ack", payload=b"", properties="{}"),
@@ -586,8 +593,8 @@ def test_attempts_payload_and_own_actions(job):
     plan = job.plan("default", [Planned("b0", rows)])
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
-        kept = messages.where("message_id != 'gone'")
-        return kept.selectExpr("message_id", "false AS ok", "'no' AS reason")
+        present = messages.where("message_id != 'gone'")
+        return present.selectExpr("message_id", "false AS ok", "'no' AS reason")
 
     assert job.run(callback, plan, pipeline=Mending) == 0
     outcome = job.outcome("default", "b0")
@@ -602,14 +609,19 @@ def test_attempts_payload_and_own_actions(job):
     assert entries["first"].payload == b"\xff"
     # Settled before: reported to handle_failed as failed, and not settled again.
     assert (outcome.failed, outcome.missing) == (4, 0)
-    [heard] = Mending.seen
-    assert sorted(message.message_id for message in heard) == ["acked", "first", "last", "own"]
+    [failed_messages] = Mending.seen
+    assert sorted(message.message_id for message in failed_messages) == [
+        "acked",
+        "first",
+        "last",
+        "own",
+    ]
 
 
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])
 @pytest.mark.parametrize("pipeline", [Counting, Mending])
 def test_entries_name_their_generation(job, monkeypatch, pipeline, small):
-    # One message has come to both: each generation settles its own delivery.
+    # One message was delivered to both: each generation settles its own delivery.
     monkeypatch.setattr(unsuccessful, "SMALL", small)
     generations = ("0" * 31 + "a", "0" * 31 + "b")
     for generation in generations:
@@ -631,15 +643,15 @@ def test_entries_name_their_generation(job, monkeypatch, pipeline, small):
 
 
 def test_a_large_failure_is_streamed(job):
-    made, entries = job.one(
+    outcome, entries = job.run_batch(
         lambda m, info: failed(m.where("data.n % 2 = 0"), reason="even"), 20_000
     )
-    assert (made.successful, made.failed) == (10_000, 10_000)
+    assert (outcome.successful, outcome.failed) == (10_000, 10_000)
     assert len(entries) == 10_000
 
 
 def test_the_guides_callback_fails_implausible_rows(job, tmp_path, monkeypatch):
-    # Given the first sample of the guide, which writes into a folder here
+    # Given the first sample of the guide, which writes into a local folder
     guide = (Path(__file__).parents[2] / "docs" / "spark.md").read_text("utf-8")
     sample = guide.partition("```python\n")[2].partition("```")[0]
     module = ModuleType("guide_of_spark")
@@ -681,10 +693,10 @@ def test_handle_failed_may_change_verdicts(job):
 
     Mending.mend = staticmethod(mend)
     kwargs: dict[str, Any] = {"rows": {"metadata": {"k": "v"}, "batch_key": ["a", 1]}}
-    made, entries = job.one(
+    outcome, entries = job.run_batch(
         lambda m, info: failed(m.where("data.n < 4")), pipeline=Mending, **kwargs
     )
-    assert made.failed == 4
+    assert outcome.failed == 4
     assert {n: (e.verdict.action, e.verdict.reason) for n, e in entries.items()} == {
         "m0": (Action.RETRY, "mended"),
         "m1": (Action.ACK, ""),
@@ -720,9 +732,9 @@ def test_handle_failed_gets_the_key_of_the_batch(job):
     }
 
 
-def test_handle_failed_gets_at_most_a_thousand(job):
-    made, _ = job.one(_raise_later, 2_500, pipeline=Mending)
-    assert made.failed == 2_500
+def test_handle_failed_gets_at_most_a_thousand_messages(job):
+    outcome, _ = job.run_batch(_raise_later, 2_500, pipeline=Mending)
+    assert outcome.failed == 2_500
     assert sorted(len(chunk) for chunk in Mending.seen) == [500, 1000, 1000]
     assert Mending.seen[0][0].status.text == "ValueError: later"
 
@@ -734,16 +746,16 @@ def _raise_later(messages: DataFrame, info: BatchInfo) -> Any:
 def test_messages_missing_from_handle_failed_are_released(job):
     Mending.mend = staticmethod(lambda messages: messages[1:])
     some = lambda m, info: failed(["m0", "m1"])  # noqa: E731
-    made, entries = job.one(some, pipeline=Mending, rows=BODY)
-    assert (made.successful, made.failed, made.missing) == (8, 1, 1)
+    outcome, entries = job.run_batch(some, pipeline=Mending, rows=BODY)
+    assert (outcome.successful, outcome.failed, outcome.missing) == (8, 1, 1)
     assert sorted(e.verdict.action for e in entries.values()) == [Action.RELEASE, Action.RETRY]
     assert {(e.payload, e.properties) for e in entries.values()} == {(b"body", "{}")}
 
 
 def test_the_driver_settles_nothing_immediately(job, caplog):
     Mending.mend = staticmethod(lambda messages: [m.ack_immediately() for m in messages])
-    made, entries = job.one(lambda m, info: failed(["m0"], reason="r"), pipeline=Mending)
-    assert made.failed == 1
+    outcome, entries = job.run_batch(lambda m, info: failed(["m0"], reason="r"), pipeline=Mending)
+    assert outcome.failed == 1
     assert entries["m0"].verdict.action is Action.RETRY
     assert "ack_immediately is not possible in a Spark batch" in caplog.text
 
@@ -753,7 +765,7 @@ def test_handle_failed_gets_timestamps_in_any_time_zone(job, monkeypatch, zone):
     # Given timestamps that datetime.fromtimestamp cannot build, or builds twice, in some zone
     monkeypatch.setenv("TZ", zone)
     time.tzset()
-    instants = [
+    timestamps = [
         datetime(1, 1, 1, tzinfo=UTC),  # the zero of Go and of .NET
         datetime(1, 1, 1, 0, 0, 0, 1, tzinfo=UTC),
         datetime(1883, 11, 18, 12, 3, 57, 999999, tzinfo=UTC),
@@ -767,16 +779,16 @@ def test_handle_failed_gets_timestamps_in_any_time_zone(job, monkeypatch, zone):
     )
     data = [
         {
-            "t": instant,
-            "a.b c": {"t": instant, "n": 1},
-            "l": [{"t": instant}, None, {"t": None}],
-            "m": {instant: [instant, None], EPOCH: None},
-            "v": {"k": instant, "n": None},
+            "t": timestamp,
+            "a.b c": {"t": timestamp, "n": 1},
+            "l": [{"t": timestamp}, None, {"t": None}],
+            "m": {timestamp: [timestamp, None], EPOCH: None},
+            "v": {"k": timestamp, "n": None},
             "gone": None,
         }
-        for instant in instants
+        for timestamp in timestamps
     ]
-    rows = [Row(f"m{n}", item, received_at=instants[n]) for n, item in enumerate(data)]
+    rows = [Row(f"m{n}", item, received_at=timestamps[n]) for n, item in enumerate(data)]
     staged_rows = [
         Row(
             row.message_id,
@@ -795,13 +807,13 @@ def test_handle_failed_gets_timestamps_in_any_time_zone(job, monkeypatch, zone):
         monkeypatch.undo()
         time.tzset()
 
-    # Then handle_failed sees them as they were, and every batch has its outcome
+    # Then handle_failed gets the original values, and every batch has its outcome
     seen = {message.message_id: message for chunk in Mending.seen for message in chunk}
     assert {name: message.data for name, message in seen.items()} == {
         **{row.message_id: row.data for row in rows},
         "n0": None,
     }
-    assert [seen[row.message_id].received_at for row in rows] == instants
+    assert [seen[row.message_id].received_at for row in rows] == timestamps
     assert sorted(job.outcomes("default")) == ["b0", "b1"]
 
 
@@ -817,7 +829,7 @@ def test_a_batch_with_unreadable_data_fails_without_handle_failed(job, monkeypat
     callback = lambda messages, info: failed(messages, reason="bad")  # noqa: E731
     assert job.run(callback, plan, pipeline=Mending) == 0
     outcomes = job.outcomes("default")
-    assert {name: (made.failed, made.error) for name, made in outcomes.items()} == {
+    assert {name: (outcome.failed, outcome.error) for name, outcome in outcomes.items()} == {
         "b0": (2, ""),
         "b2": (2, "ValueError: year 0 is out of range"),
         "b4": (2, ""),
@@ -832,30 +844,30 @@ def test_a_batch_with_unreadable_data_fails_without_handle_failed(job, monkeypat
 def test_batches_of_a_key_run_in_order_and_batchers_in_parallel(job):
     running: set[Any] = set()
     order: list[tuple[str, str]] = []
-    most = 0
+    max_running = 0
     lock = threading.Lock()
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
-        nonlocal most
-        mark = (info.batcher, info.batch_key)
+        nonlocal max_running
+        lane = (info.batcher, info.batch_key)
         with lock:
-            assert mark not in running
-            running.add(mark)
+            assert lane not in running
+            running.add(lane)
             order.append((info.batcher, info.batch_id))
-            most = max(most, len(running))
+            max_running = max(max_running, len(running))
         time.sleep(0.05)
         with lock:
-            running.remove(mark)
+            running.remove(lane)
 
-    wide = [Planned(f"w{n:02}", rows(1, prefix=f"w{n}"), batch_key=n % 2) for n in range(8)]
-    other = [Planned(f"o{n:02}", rows(1, prefix=f"o{n}"), batch_key=n) for n in range(8)]
-    assert job.run(callback, job.plan("wide", wide), job.plan("other", other)) == 0
+    wide_batches = [Planned(f"w{n:02}", rows(1, prefix=f"w{n}"), batch_key=n % 2) for n in range(8)]
+    other_batches = [Planned(f"o{n:02}", rows(1, prefix=f"o{n}"), batch_key=n) for n in range(8)]
+    assert job.run(callback, job.plan("wide", wide_batches), job.plan("other", other_batches)) == 0
     for batcher, key in (("wide", 0), ("wide", 1)):
         own = [i for b, i in order if b == batcher and int(i[1:]) % 2 == key]
         assert own == sorted(own)
-    assert 3 <= most <= 5  # two keys of "wide", and two lanes of "other"
+    assert 3 <= max_running <= 5  # two keys of "wide", and two lanes of "other"
     assert len(order) == 16
-    assert all(not made.error for made in job.outcomes("wide").values())
+    assert all(not outcome.error for outcome in job.outcomes("wide").values())
 
 
 def test_a_second_application_runs_only_batches_without_outcome(job):
@@ -934,7 +946,7 @@ def _is_over(job: Job, patch: pytest.MonkeyPatch) -> None:
 
 
 def _is_retried(job: Job, patch: pytest.MonkeyPatch) -> None:
-    """The task was killed, and tried again, while this batch ran."""
+    """Starts the next try of the task, as after a kill during this batch."""
     job.files.create(paths.of_try("handle_batches", 2), "{}")
 
 
@@ -958,7 +970,7 @@ def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:
 def test_an_exception_that_ends_the_application_fails_no_batch(
     job, monkeypatch, caplog, happens, code, result
 ):
-    # Given three batches, and something that ends it all in the second
+    # Given three batches, and an exception in the second that ends the application
     plan = job.plan("default", pairs(3))
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -1001,7 +1013,7 @@ def test_an_unknown_batcher_is_one_clear_error(job):
         job.run(lambda messages, info: None, plan)
 
 
-def test_telemetry_of_a_batch(job):
+def test_a_batch_emits_telemetry(job):
     seen: list[tuple[str, str]] = []
 
     def handler(event: str, measurements: Any, metadata: Any) -> None:
@@ -1028,7 +1040,7 @@ def test_telemetry_of_a_batch(job):
 
 
 def test_ignore_corrupt_files_skips_no_message(job, caplog):
-    # Given a cluster set to read on without files that it cannot read, and a damaged data file
+    # Given a cluster that is set to skip unreadable files, and a damaged data file
     plan = job.plan("default", pairs(2), batches_per_file=1)
     (job.root / plan.path / plan.data[0]).write_bytes(b"PAR1 and no more")
 
@@ -1039,7 +1051,7 @@ def test_ignore_corrupt_files_skips_no_message(job, caplog):
 
     assert job.run(callback, plan) == 1
 
-    # Then the batch is no success of the messages that were left: of none; and others go on
+    # Then the batch does not succeed without its messages, and others are handled
     assert sorted(job.outcomes("default")) == ["b1"]
     assert "failed messages of the batch b0 cannot be read back" in caplog.text
 

@@ -83,14 +83,14 @@ class Place:
         )
 
     def enlarge(self, count: int) -> None:
-        """Makes the batch one of ``count`` messages."""
+        """Enlarges the batch to ``count`` messages."""
         path = self.staged.root / self.plan.path / self.plan.data[0]
         schema = pq.read_schema(path)
-        one = pq.read_table(path)
+        template = pq.read_table(path)
         with pq.ParquetWriter(path, schema, compression="zstd") as writer:
             for start in range(0, count, 100_000):
                 numbers = pa.array(range(start, start + 100_000), pa.int64())
-                table = one.take(pa.array([0] * 100_000))
+                table = template.take(pa.array([0] * 100_000))
                 ids = pa.array([f"{n:032d}" for n in range(start, start + 100_000)])
                 data = pa.StructArray.from_arrays([numbers], fields=[pa.field("n", pa.int64())])
                 for name, column in (("message_id", ids), ("data", data), ("position", numbers)):

@@ -1,4 +1,4 @@
-"""Spark batchers with a sink: each message's rows are in it exactly once, whatever dies."""
+"""Spark batchers with a sink: each message's rows are in it exactly once, even after a crash."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Folder(Sums):
         return self.rows(messages)
 
     def rows(self, messages: Any) -> Any:
-        """Returns what ``handle_batch`` returns."""
+        """Returns the result of ``handle_batch``."""
         good = messages.where("data.n % 5 != 0").select("data.n")
         return Rows(good, failed=failed(messages.where("data.n % 5 = 0"), reason="five"))
 
@@ -154,17 +154,17 @@ def make(folder: Path, run_id: str = "manual__1", **options: Any) -> Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    made = make(tmp_path)
-    made.send(range(1, 26))
-    return made
+    result = make(tmp_path)
+    result.send(range(1, 26))
+    return result
 
 
 def numbers(run: Run, column: str = "n") -> list[Any]:
-    """The numbers in the folder, as a reader sees them who knows nothing of commits."""
+    """Returns the numbers in the folder as a reader without support for commits sees them."""
     lake = run.folder / "lake"
     table = ds.dataset(lake).to_table() if lake.exists() else None
-    found: list[Any] = table[column].to_pylist() if table else []
-    return sorted(found)
+    values: list[Any] = table[column].to_pylist() if table else []
+    return sorted(values)
 
 
 #: Of 1 to 25: without those that fail in the processor (7, 14, 21) or in the batch (5, 10, …).
@@ -180,7 +180,7 @@ class Task:
         self._tries = 0
 
     def begin(self, point: Point | None = None, by: int = signal.SIGKILL) -> tuple[Any, int, int]:
-        """Does a try until its driver ends or pauses; returns its batches, and its pid and code."""
+        """Runs a try until its driver ends or pauses; returns its batches, pid and exit code."""
         run, self._tries = self._run, self._tries + 1
         task = replace(run.task(-1, self._tries), task_id="batch.default")
         work = BatchTask(run.staged, run.pipeline, task, run.ports, batcher="default")
@@ -198,7 +198,7 @@ class Task:
         return batches, *self._drivers.start(arguments, point, by)
 
     def run(self, point: Point | None = None) -> dict[str, Any]:
-        """Does a try; its driver dies at a point, if one is given."""
+        """Runs a try; its driver dies at ``point``, if any."""
         batches, _, code = self.begin(point)
         assert code == (-signal.SIGKILL if point else 0)
         ending = batches.end()
@@ -207,20 +207,20 @@ class Task:
         return reference
 
 
-def after_death(run: Run, drivers: Drivers) -> None:
-    """Settle what a dead run left, and handle what comes again in another."""
+def settle_after_death(run: Run, drivers: Drivers) -> None:
+    """Settles a dead run, and handles its redelivered messages in another."""
     options = {**run.pipeline.overrides, "pipeline": type(run.pipeline), "ports": run.ports}
     for name in ("producer", "context"):
         del options[name]
-    later = Run(run.folder, "manual__2", finished=[run.run_id], create=False, **options)
-    received = later.process()
+    next_run = Run(run.folder, "manual__2", finished=[run.run_id], create=False, **options)
+    received = next_run.process()
     if received["batchers"]:
-        Task(later, received, drivers).run()
-    later.ack()
+        Task(next_run, received, drivers).run()
+    next_run.ack()
 
 
-def calls(run: Run) -> Counter[str]:
-    """How often each batch was handled."""
+def count_calls(run: Run) -> Counter[str]:
+    """Counts the calls of each batch."""
     return Counter(call.batch_id for call in run.calls())
 
 
@@ -263,7 +263,7 @@ def test_no_row_is_lost_or_doubled_where_a_driver_dies(
         task.run()
         run.ack()
     else:
-        after_death(run, drivers)
+        settle_after_death(run, drivers)
 
     assert numbers(run) == GOOD
     assert run.dead() == DEAD
@@ -271,7 +271,7 @@ def test_no_row_is_lost_or_doubled_where_a_driver_dies(
     # Then only a batch whose commit had not landed was handled again
     landed = point.function != WRITE and str(point) != "before _Disk.create 2"
     assert before == 2
-    assert sum(calls(run).values()) - 3 == (0 if landed else 1)
+    assert sum(count_calls(run).values()) - 3 == (0 if landed else 1)
 
 
 @pytest.mark.parametrize("point", [Point(WRITE, "after", 1), Point(CREATE, "before", 1)], ids=str)
@@ -282,10 +282,10 @@ def test_a_paused_driver_commits_nothing_once_its_messages_are_released(
     task = Task(run, run.process(), drivers)
     _, pid, _ = task.begin(point, signal.SIGSTOP)
     assert numbers(run) == []
-    after_death(run, drivers)
+    settle_after_death(run, drivers)
     assert numbers(run) == GOOD
 
-    # When it goes on
+    # When it resumes
     code = drivers.resume(pid)
 
     # Then all of its batches are refused
@@ -297,7 +297,7 @@ def test_a_paused_driver_commits_nothing_once_its_messages_are_released(
 def test_a_driver_paused_after_its_commit_has_its_rows_once(run: Run, drivers: Drivers) -> None:
     task = Task(run, run.process(), drivers)
     _, pid, _ = task.begin(Point(CREATE, "after", 1), signal.SIGSTOP)
-    after_death(run, drivers)
+    settle_after_death(run, drivers)
 
     drivers.resume(pid)
 
@@ -312,7 +312,7 @@ def test_a_paused_driver_is_refused_by_the_next_try(run: Run, drivers: Drivers) 
 
     # Then it commits nothing, and handles no further batch
     assert drivers.resume(pid) == INCOMPLETE
-    assert sum(calls(run).values()) == 4
+    assert sum(count_calls(run).values()) == 4
 
     run.ack()
     assert numbers(run) == GOOD
@@ -408,16 +408,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgreSQL]:
 def writers(
     server: PostgreSQL, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Drivers, Connections]]:
-    """Drivers that get the database's connection from their environment."""
+    """Yields drivers that get the database's connection from their environment."""
     address = urlsplit(server.url)
-    known = Connection(
+    connection = Connection(
         conn_id="postgres_default",
         host=address.hostname or "",
         port=address.port,
         login="airflow",
         schema="airflow",
     )
-    connections: Any = SimpleNamespace(get={"postgres_default": known}.__getitem__)
+    connections: Any = SimpleNamespace(get={"postgres_default": connection}.__getitem__)
     variable = to_variable(connections, ["postgres_default"])
     drivers = Drivers(tmp_path_factory.mktemp("writers"), variable)
     yield drivers, connections
@@ -425,7 +425,7 @@ def writers(
 
 
 class Table(NamedTuple):
-    """A run with a table, and what reads it."""
+    """A run with a table, and the table's reader."""
 
     run: Run
     drivers: Drivers
@@ -456,8 +456,8 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, writers: Any) -> Table
         def execute(query: str) -> Any:
             place = {"host": address.host, "port": address.port}
             with psycopg.connect(user="airflow", dbname="airflow", **place) as session:
-                found = session.execute(query)
-                return found.fetchall() if found.description else None
+                cursor = session.execute(query)
+                return cursor.fetchall() if cursor.description else None
 
         execute(f"CREATE TABLE {name} (n bigint)")
         pipeline, sink = Postgres, {"table": name}
@@ -489,11 +489,11 @@ def test_a_table_has_each_row_once_where_a_driver_dies(
         task.run()
         run.ack()
     else:
-        after_death(run, drivers)
+        settle_after_death(run, drivers)
 
     assert numbers() == GOOD
     assert run.dead() == DEAD
-    assert sum(calls(run).values()) - 3 == (1 if moment == "before" else 0)
+    assert sum(count_calls(run).values()) - 3 == (1 if moment == "before" else 0)
 
 
 @needs_tables
@@ -503,7 +503,7 @@ def test_a_paused_driver_commits_nothing_to_a_table_once_its_messages_are_releas
     run, drivers, numbers = table
     task = Task(run, run.process(), drivers)
     _, pid, _ = task.begin(Point(COMMIT, "before", 1), signal.SIGSTOP)
-    after_death(run, drivers)
+    settle_after_death(run, drivers)
 
     assert drivers.resume(pid) == INCOMPLETE
 

@@ -39,7 +39,7 @@ def test_rows_are_written_once_though_an_executor_and_a_worker_are_killed(tmp_pa
         monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", json.dumps(connection))
 
         def kill() -> None:
-            """Kills an executor, and the other one's worker, once both are at work on a batch."""
+            """Kills an executor, and the other one's worker, once both process a batch."""
             eventually(lambda: len(list((tmp_path / "busy").iterdir())) > 1, 500.0)
             cluster.executor("worker-0").kill()
             cluster.processes["worker-1"].kill()
@@ -56,9 +56,9 @@ def test_rows_are_written_once_though_an_executor_and_a_worker_are_killed(tmp_pa
             returned = lake.execute(executor_memory=MEMORY, conf=conf)
         killer.join(10.0)
 
-    # Then each batch has its outcome, and each row is there once
+    # Then each batch has its outcome, and each row exists once
     assert killed == ["executor", "worker"]
     assert (returned["batches"], returned["failed"]) == (BATCHES, 0)
     assert lake.rows() == lake.planned_rows()
-    # and what the killed executor had begun was computed again, by another one
+    # and the killed executor's rows were recomputed by another one
     assert lake.begun() > BATCHES * ROWS

@@ -136,9 +136,9 @@ def test_a_dead_application_reports_its_end_and_is_retried(tmp_path, monkeypatch
         name="d.t",
     )
     monkeypatch.setattr(type(run), "spark_uri", lambda self: f"file://{tmp_path}/not-seen")
-    with pytest.raises(AirflowException) as found:
+    with pytest.raises(AirflowException) as raised:
         operator.execute(context)
-    text = str(found.value)
+    text = str(raised.value)
     assert "1 of 1 batch has no outcome; the others are valid." in text
     assert "every task and the driver must see the same staging root" in text
 
@@ -157,7 +157,7 @@ def test_a_driver_finds_its_code_by_the_uris_that_a_pod_gets(tmp_path):
     # When spark-submit starts it in client mode, as it does in the pod
     program = find_spark("spark-submit", os.environ)
     command = [program.binary, "--master", "local[1]", "--py-files", code, launcher]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--run", run.spark_uri(), "--work", "work/t-000001.json", "--sha256", "0"],
         env={**os.environ, **program.env, "SPARK_LOCAL_IP": "127.0.0.1"},
         capture_output=True,
@@ -165,14 +165,14 @@ def test_a_driver_finds_its_code_by_the_uris_that_a_pod_gets(tmp_path):
         check=False,
     )
 
-    # Then it gets as far as its work file, which is not there
-    assert done.returncode == 2, done.stderr
-    assert "work/t-000001.json, written on host '?', is not there" in done.stdout
+    # Then it fails only at its work file, which does not exist
+    assert process.returncode == 2, process.stderr
+    assert "work/t-000001.json, written on host '?', is not there" in process.stdout
 
 
 # ------------------------------------------------------------------------- an archive of classes
-def spark_version(options: str) -> subprocess.CompletedProcess[str]:
-    """Starts Spark's launcher alone, with options of Java."""
+def run_spark_version(options: str) -> subprocess.CompletedProcess[str]:
+    """Starts only Spark's launcher, with options of Java."""
     env = {**os.environ, "SPARK_SUBMIT_OPTS": options}
     command = ["spark-submit", "--version"]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -184,10 +184,10 @@ def test_sparks_classes_are_loaded_from_an_archive(tmp_path):
         pytest.skip("this Python was not started by make, which has one made")
     log = tmp_path / "classes"
 
-    done = spark_version(f"{options} -Xlog:class+load:file={log}")
+    process = run_spark_version(f"{options} -Xlog:class+load:file={log}")
 
-    assert done.returncode == 0, done.stderr
-    # What is made of lambdas only now is no file's.
+    assert process.returncode == 0, process.stderr
+    # Classes that are generated from lambdas at run time are in no file.
     files = [
         line
         for line in log.read_text().splitlines()
@@ -201,6 +201,6 @@ def test_an_unsuitable_class_archive_is_ignored(tmp_path):
     archive = tmp_path / "other.jsa"
     archive.write_bytes(b"of another Java")
 
-    done = spark_version(f"-XX:SharedArchiveFile={archive}")
+    process = run_spark_version(f"-XX:SharedArchiveFile={archive}")
 
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr

@@ -1,4 +1,4 @@
-"""``dags/sqs_flights.py`` in a real Airflow, with moto's SQS over HTTP: the demo's own truth."""
+"""``dags/sqs_flights.py`` in a real Airflow, with moto's SQS over HTTP, checked on its input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_month_of_flights_through_sqs(tmp_path):
 
 
 def purge(server: SqsServer) -> None:
-    """Leaves nothing of a test before."""
+    """Purges the queues, so that no message of an earlier test is left."""
     client = server.client()
     for url in client.list_queues(QueueNamePrefix=QUEUE).get("QueueUrls", []):
         client.purge_queue(QueueUrl=url)
@@ -39,19 +39,19 @@ def purge(server: SqsServer) -> None:
 def check_queues(server: SqsServer, expected: Expected) -> None:
     client = server.client()
     assert server.depth(client.get_queue_url(QueueName=QUEUE)["QueueUrl"]) == (0, 0, 0)
-    letters = dead_letters(server)
-    assert len(letters) == expected.never_departed
-    reasons = [letter["MessageAttributes"]["broadway_reason"] for letter in letters]
+    dead_letters = read_dead_letters(server)
+    assert len(dead_letters) == expected.never_departed
+    reasons = [dead_letter["MessageAttributes"]["broadway_reason"] for dead_letter in dead_letters]
     assert {reason["StringValue"] for reason in reasons} == {REASON}
-    assert all(json.loads(letter["Body"])["dep_delay"] is None for letter in letters)
+    assert all(json.loads(dead_letter["Body"])["dep_delay"] is None for dead_letter in dead_letters)
 
 
-def dead_letters(server: SqsServer) -> list[Any]:
-    """All of them, read with boto3 alone."""
-    client, letters = server.client(), []
+def read_dead_letters(server: SqsServer) -> list[Any]:
+    """Returns all dead letters, read with boto3 only."""
+    client, dead_letters = server.client(), []
     url = client.get_queue_url(QueueName=DEAD)["QueueUrl"]
-    while found := client.receive_message(
+    while received := client.receive_message(
         QueueUrl=url, MaxNumberOfMessages=10, MessageAttributeNames=["All"], VisibilityTimeout=600
     ).get("Messages"):
-        letters += found
-    return letters
+        dead_letters += received
+    return dead_letters

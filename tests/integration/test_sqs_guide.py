@@ -31,10 +31,10 @@ pytestmark = pytest.mark.broker
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "sqs.md").read_text("utf-8")
 MESSAGES = 100
-#: What is asked once, however many messages there are.
+#: Requests that are sent once, for any number of messages.
 ONCE = {"GetQueueUrl", "GetQueueAttributes"}
 
-#: What ``Some`` makes of a message.
+#: The actions on failure of the messages that :class:`Orders` fails.
 FAILING: dict[str, str] = {}
 HANDLED: list[str] = []
 
@@ -46,8 +46,8 @@ def server():
     return wanted_sqs()
 
 
-class Some(Broadway):
-    """Fails messages in the way that they ask for."""
+class Orders(Broadway):
+    """Fails messages with the actions in :data:`FAILING`."""
 
     producer = SqsProducer(queue_name="orders", receive_interval=0.2, on_failure="retry")
     processors = Processors(concurrency=2)
@@ -58,11 +58,11 @@ class Some(Broadway):
         action = FAILING.get(text)
         if action is None or message.redelivered:
             return message
-        return message.configure_ack(on_failure=action).failed("told to")
+        return message.configure_ack(on_failure=action).failed("as requested")
 
 
-class Held(Some):
-    """The same with a batcher, so that messages are held until they are settled from elsewhere."""
+class HeldOrders(Orders):
+    """The same with a batcher, so that messages are held until another process settles them."""
 
     batchers = {"default": Batcher(engine="python")}
 
@@ -70,19 +70,19 @@ class Held(Some):
         return messages
 
 
-class Batched(Held):
-    """Fails nothing but in a batch."""
+class BatchedOrders(HeldOrders):
+    """Fails messages only in ``handle_batch``."""
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
         return message
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return [Some.handle_message(self, batcher, message, context) for message in messages]
+        return [Orders.handle_message(self, batcher, message, context) for message in messages]
 
 
 @contextmanager
-def recorded() -> Iterator[Counter[str]]:
-    """The requests of every client that is made inside."""
+def record_requests() -> Iterator[Counter[str]]:
+    """Counts the requests of every client that is created inside."""
     sent: Counter[str] = Counter()
 
     def see(event_name: str, **_: Any) -> None:
@@ -96,8 +96,8 @@ def recorded() -> Iterator[Counter[str]]:
         handlers.BUILTIN_HANDLERS.remove(entry)
 
 
-def orders(server: SqsServer, count: int = MESSAGES) -> str:
-    """A queue of its own with so many messages and a redrive policy; its name."""
+def create_queue(server: SqsServer, count: int = MESSAGES) -> str:
+    """Creates a queue with ``count`` messages and a redrive policy; returns its name."""
     name = f"orders-{uuid.uuid4().hex[:12]}"
     dead = server.queue(f"{name}-dead")
     client = server.client()
@@ -113,14 +113,14 @@ def orders(server: SqsServer, count: int = MESSAGES) -> str:
 
 
 class Run:
-    """A run of its own, in stages."""
+    """A run on a queue of its own, in stages."""
 
     def __init__(
         self, server: SqsServer, folder: Path, kind: type[Broadway], **options: Any
     ) -> None:
         store = Store.open(f"file://{folder}/{uuid.uuid4().hex}")
         self.clock = ManualClock()
-        self.pipeline = kind(producer={"queue_name": orders(server), **options})
+        self.pipeline = kind(producer={"queue_name": create_queue(server), **options})
         self.run = StagedRun(store, pipeline=self.pipeline.name, dag_id="d", run_id="r")
         self.env = ProducerEnv(
             pipeline=self.pipeline.name,
@@ -148,43 +148,43 @@ class Run:
         assert report.acked == MESSAGES
 
 
-def per_message(sent: Counter[str]) -> float:
+def requests_per_message(sent: Counter[str]) -> float:
     return sum(count for name, count in sent.items() if name not in ONCE) / MESSAGES
 
 
-def table() -> list[float]:
-    """The figures of the guide, from top to bottom."""
+def read_table() -> list[float]:
+    """Returns the figures of the guide, from top to bottom."""
     [part] = re.findall(r"START requests -->(.*?)<!-- END requests", GUIDE, re.DOTALL)
     return [float(value) for value in re.findall(r"\| (\d\.\d+) \|", part)]
 
 
 def test_a_message_costs_the_documented_requests(server, tmp_path):
     measured = []
-    with recorded() as sent:
-        run = Run(server, tmp_path, Held)
+    with record_requests() as sent:
+        run = Run(server, tmp_path, HeldOrders)
         sent.clear()
         run.process()
         run.settle()
-    measured.append(per_message(sent))
+    measured.append(requests_per_message(sent))
     for action in ("retry", "dead_letter"):
         FAILING.update({str(number): action for number in range(0, MESSAGES, 10)})
-        run = Run(server, tmp_path, Some)
-        with recorded() as sent:
+        run = Run(server, tmp_path, Orders)
+        with record_requests() as sent:
             run.process()
-        measured.append(per_message(sent))
+        measured.append(requests_per_message(sent))
     FAILING.clear()
-    run = Run(server, tmp_path, Held)
-    with recorded() as sent:
+    run = Run(server, tmp_path, HeldOrders)
+    with record_requests() as sent:
         run.process()
         run.settle(renew=True)
-    measured.append(per_message(sent))
-    run = Run(server, tmp_path, Held, max_number_of_messages=1)
-    with recorded() as sent:
+    measured.append(requests_per_message(sent))
+    run = Run(server, tmp_path, HeldOrders, max_number_of_messages=1)
+    with record_requests() as sent:
         run.process()
         run.settle()
-    measured.append(per_message(sent))
+    measured.append(requests_per_message(sent))
 
-    assert [round(value, 2) for value in measured] == table()
+    assert [round(value, 2) for value in measured] == read_table()
 
 
 def test_the_guides_minimal_policy_is_sufficient_and_necessary(server, tmp_path):
@@ -196,8 +196,8 @@ def test_the_guides_minimal_policy_is_sufficient_and_necessary(server, tmp_path)
     }
 
     FAILING.update({"1": "retry", "2": "dead_letter", "3": "release"})
-    run = Run(server, tmp_path, Some)
-    with recorded() as sent:
+    run = Run(server, tmp_path, Orders)
+    with record_requests() as sent:
         run.process()
 
     # The permission for a batch request is that for its single form.
@@ -207,10 +207,10 @@ def test_the_guides_minimal_policy_is_sufficient_and_necessary(server, tmp_path)
 def test_a_process_task_with_batchers_only_receives_and_releases(server, tmp_path):
     [row] = re.findall(r"^\| `process` \|(.*?)\|", GUIDE, re.MULTILINE)
 
-    run = Run(server, tmp_path, Held)
-    with recorded() as received:
+    run = Run(server, tmp_path, HeldOrders)
+    with record_requests() as received:
         run.process()
-    with recorded() as settled:
+    with record_requests() as settled:
         run.settle(renew=True)
 
     assert {name.removesuffix("Batch") for name in received} < set(re.findall(r"`(\w+)`", row))
@@ -220,8 +220,8 @@ def test_a_process_task_with_batchers_only_receives_and_releases(server, tmp_pat
 # -- FIFO ------------------------------------------------------------------------------------------
 
 
-def ledger(server: SqsServer, kind: type[Broadway] = Some) -> tuple[Broadway, str]:
-    """A pipeline on a FIFO queue with entries of two accounts; and the queue's URL."""
+def create_ledger(server: SqsServer, kind: type[Broadway] = Orders) -> tuple[Broadway, str]:
+    """Returns a pipeline on a FIFO queue with entries of two accounts, and the queue's URL."""
     name = f"ledger-{uuid.uuid4().hex[:12]}"
     dead = f"{name}-dead.fifo"
     server.queue(dead, FifoQueue="true")
@@ -236,22 +236,22 @@ def ledger(server: SqsServer, kind: type[Broadway] = Some) -> tuple[Broadway, st
     return kind(producer=options), url
 
 
-def of(account: str) -> list[str]:
+def handled_of(account: str) -> list[str]:
     return [entry for entry in HANDLED if entry.startswith(account)]
 
 
 @pytest.mark.parametrize(
     ("kind", "handled"),
     [
-        pytest.param(Some, ["a1", "a1", "a2", "a3"], id="in handle_message: they are not handled"),
+        pytest.param(Orders, ["a1", "a1", "a2", "a3"], id="failed in handle_message"),
         pytest.param(
-            Batched, ["a1", "a2", "a3", "a1", "a2", "a3"], id="in handle_batch: they are again"
+            BatchedOrders, ["a1", "a2", "a3", "a1", "a2", "a3"], id="failed in handle_batch"
         ),
     ],
 )
 def test_a_retried_entry_holds_back_later_ones_of_its_group(server, kind, handled):
     FAILING["a1"] = "retry"
-    pipeline, url = ledger(server, kind)
+    pipeline, url = create_ledger(server, kind)
 
     first = pipeline.run_local(connections=Connections(server.url), max_messages=5)
     second = pipeline.run_local(
@@ -260,14 +260,14 @@ def test_a_retried_entry_holds_back_later_ones_of_its_group(server, kind, handle
 
     assert (first.settled.acked, first.settled.requeued, first.settled.released) == (2, 1, 2)
     assert second.settled.acked == 3
-    assert of("a") == handled
-    assert of("b") == ["b1", "b2"]
+    assert handled_of("a") == handled
+    assert handled_of("b") == ["b1", "b2"]
     assert server.depth(url) == (0, 0, 0)
 
 
 def test_failures_behind_a_failed_entry_are_released(server):
     FAILING.update(a1="retry", a2="dead_letter", a3="retry")
-    pipeline, url = ledger(server, Batched)
+    pipeline, url = create_ledger(server, BatchedOrders)
 
     first = pipeline.run_local(connections=Connections(server.url), max_messages=5)
     second = pipeline.run_local(
@@ -277,15 +277,15 @@ def test_failures_behind_a_failed_entry_are_released(server):
     assert (first.settled.requeued, first.settled.released) == (1, 2)
     assert (first.settled.acked, first.settled.dead_lettered) == (2, 0)
     assert second.settled.acked == 3
-    assert of("a") == ["a1", "a2", "a3", "a1", "a2", "a3"]
+    assert handled_of("a") == ["a1", "a2", "a3", "a1", "a2", "a3"]
     assert server.depth(url) == (0, 0, 0)
 
 
 def test_one_run_holds_a_group_at_a_time(server):
-    pipeline, url = ledger(server)
+    pipeline, url = create_ledger(server)
     env = ProducerEnv(connections=Connections(server.url))
-    other = pipeline.producer.source(env)
-    [entry] = other.secure(other.receive(1, timeout=5.0))
+    other_source = pipeline.producer.source(env)
+    [entry] = other_source.secure(other_source.receive(1, timeout=5.0))
     assert entry.data == b"a1"
 
     report = pipeline.run_local(connections=Connections(server.url))
@@ -293,7 +293,7 @@ def test_one_run_holds_a_group_at_a_time(server):
     assert report.settled.acked == 2
     assert HANDLED == ["b1", "b2"]
     assert server.depth(url) == (2, 1, 0)
-    other.close()
+    other_source.close()
 
 
 def test_a_run_receives_one_batch_per_group(server):
@@ -302,7 +302,7 @@ def test_a_run_receives_one_batch_per_group(server):
     client = server.client()
     for number in range(25):
         client.send_message(QueueUrl=url, MessageBody=f"{number:02}", MessageGroupId="one")
-    pipeline = Some(producer={"queue_name": name, "on_failure": "noop"})
+    pipeline = Orders(producer={"queue_name": name, "on_failure": "noop"})
 
     taken = [
         pipeline.run_local(connections=Connections(server.url)).settled.acked for _ in range(3)

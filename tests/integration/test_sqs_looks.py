@@ -1,4 +1,4 @@
-"""Dead letters in a queue that has a redrive policy itself: each look counts as a receive."""
+"""Dead letters in a queue that has a redrive policy itself: each browse counts as a receive."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.sqs_server import Connections
 pytestmark = pytest.mark.broker
 
 
-def test_browsing_never_redrives_letters(tmp_path):
-    # Given a queue of dead letters whose own policy moves what was received five times
+def test_browsing_never_redrives_dead_letters(tmp_path):
+    # Given a queue of dead letters whose own policy moves messages received five times
     server, limit = wanted_sqs(), 5
     client: Any = server.client()
 
@@ -30,31 +30,34 @@ def test_browsing_never_redrives_letters(tmp_path):
         return str(client.create_queue(QueueName=queue, Attributes=attributes)["QueueUrl"])
 
     last = create("last")
-    got = client.get_queue_attributes(QueueUrl=last, AttributeNames=["QueueArn"])
-    policy = {"deadLetterTargetArn": got["Attributes"]["QueueArn"], "maxReceiveCount": limit}
+    queue_attributes = client.get_queue_attributes(QueueUrl=last, AttributeNames=["QueueArn"])
+    policy = {
+        "deadLetterTargetArn": queue_attributes["Attributes"]["QueueArn"],
+        "maxReceiveCount": limit,
+    }
     dead = create("dead", RedrivePolicy=json.dumps(policy))
     for number in range(3):
         client.send_message(QueueUrl=dead, MessageBody=f"letter {number}")
     producer = SqsProducer(queue_url=create("orders"), dead_letter=dead)
     env = ProducerEnv(connections=Connections(server.url), staging=tmp_path.as_uri())
 
-    # When an operator browses again and again
-    seen, text = [], ""
+    # When an operator browses repeatedly
+    counts, text = [], ""
     for _ in range(limit + 2):
-        with closing(producer.dead_letters(env)) as letters:
+        with closing(producer.dead_letters(env)) as dead_letters:
             try:
-                seen.append(len(list(letters.letters())))
+                counts.append(len(list(dead_letters.letters())))
             except ProducerError as error:
-                seen.append(0)
+                counts.append(0)
                 text = str(error)
 
-    # Then the last looks are refused, and no letter has gone elsewhere
-    looks = limit - RESERVE
+    # Then the last browses are refused, and no dead letter is moved
+    browses = limit - RESERVE
     assert "cannot be listed any more" in text
     name = dead.rpartition("/")[2]
-    assert seen == [3] * looks + [0] * (limit + 2 - looks)
-    with closing(producer.dead_letters(env)) as letters:
+    assert counts == [3] * browses + [0] * (limit + 2 - browses)
+    with closing(producer.dead_letters(env)) as dead_letters:
         with pytest.raises(ProducerError, match=f"{name}.*maxReceiveCount is {limit}"):
-            letters.delete(Choice(reason="x"))
-        assert letters.count() == 3
-        assert letters.delete().count == 3
+            dead_letters.delete(Choice(reason="x"))
+        assert dead_letters.count() == 3
+        assert dead_letters.delete().count == 3

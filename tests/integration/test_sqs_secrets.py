@@ -1,4 +1,4 @@
-"""No key of an AWS connection stands in a log, in staging, in an XCom, or in an error."""
+"""No key of an AWS connection appears in a log, in staging, in an XCom, or in an error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SECRETS = {
 
 
 def connections(url: str) -> Connections:
-    """With one try per request: a refused request is reported immediately."""
+    """Returns connections with one try per request: a refused one is reported immediately."""
     return Connections(
         url,
         key={"aws_access_key_id": SECRETS["key"], "aws_secret_access_key": SECRETS["secret"]},
@@ -66,7 +66,7 @@ def test_no_key_is_written_anywhere(tmp_path, caplog):
     texts: list[str] = []
 
     def process(generation: str, **options: Any) -> dict[str, Any] | None:
-        """One execution of a process task; its XCom, or ``None`` where it failed."""
+        """Executes a process task; returns its XCom, or ``None`` if it failed."""
         pipeline = Orders(producer={"queue_name": name, **options})
         texts.append(json.dumps(make_ref(pipeline)) + repr(pipeline.producer))
         clock = ManualClock()
@@ -101,9 +101,9 @@ def test_no_key_is_written_anywhere(tmp_path, caplog):
 
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 5
-    for what, secret in SECRETS.items():
+    for kind, secret in SECRETS.items():
         for path in files:
-            assert secret.encode() not in path.read_bytes(), (what, path)
+            assert secret.encode() not in path.read_bytes(), (kind, path)
         for text in [*texts, caplog.text]:
-            assert secret not in text, what
+            assert secret not in text, kind
     assert "received" in caplog.text.lower()

@@ -1,4 +1,4 @@
-"""The client of a staging root in a bucket, opened again in another process."""
+"""The client of a staging root in a bucket, reopened in another process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server():
 
 @pytest.fixture
 def opened(server, monkeypatch):
-    """Opens a new root by an Airflow connection with these extras, from no other identity."""
+    """Opens a new root by an Airflow connection with extras, and by no other identity."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
@@ -62,7 +62,7 @@ def opened(server, monkeypatch):
     return open_root
 
 
-def reopened(store: Store, options: dict[str, Any]) -> Store:
+def reopen(store: Store, options: dict[str, Any]) -> Store:
     """Opens the same root as a driver does."""
     return Store.open(store.spark_uri().replace("s3a:", "s3:"), **usable_options(options))
 
@@ -75,10 +75,10 @@ def test_keys_endpoint_and_region_of_a_connection_reach_another_process(opened, 
     assert options["endpoint_url"] == server.endpoint
     assert json.loads(json.dumps(options)) == options
     store.folder("f").create("x", "1")
-    other = reopened(store, options)
-    assert other.folder("f").read("x") == "1"
-    assert client_options(other.fs) == options
-    # The command line gets neither
+    second = reopen(store, options)
+    assert second.folder("f").read("x") == "1"
+    assert client_options(second.fs) == options
+    # The command line has neither key nor secret
     assert public_options(options) == {
         "endpoint_url": server.endpoint,
         "client_kwargs": {"region_name": "eu-west-1"},
@@ -93,7 +93,7 @@ def test_assumed_role_reaches_another_process_instead_of_the_keys_that_assume_it
     assert options["token"]
     assert datetime.fromisoformat(options["expires"]) > datetime.now(UTC)
     store.folder("f").create("x", "1")
-    assert reopened(store, options).folder("f").read("x") == "1"
+    assert reopen(store, options).folder("f").read("x") == "1"
 
 
 def test_profile_reaches_another_process(opened, tmp_path, monkeypatch):
@@ -122,21 +122,21 @@ def test_temporary_credentials_are_renewed_for_a_running_driver(opened, tmp_path
     file = tmp_path / "credentials.json"
 
     # When the driver's own have nearly expired
-    with renewed_options(store.fs, options, file) as handed:
+    with renewed_options(store.fs, options, file) as renewed:
         assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
         eventually(lambda: json.loads(file.read_text())["expires"] != options["expires"])
-        driver = reopened(store, {**handed, "key": "ASIAOLD"})
+        driver = reopen(store, {**renewed, "key": "ASIAOLD"})
 
-        # Then its client takes those of the worker, and so do its executors
+        # Then its client uses those of the worker, and so do its executors
         assert driver.folder("f").read("x") == "1"
         assert client_options(driver.fs)["key"] == client_options(store.fs)["key"]
         assert client_options(driver.fs)["key"] != "ASIAOLD"
 
 
-def test_keys_without_an_end_are_on_no_disk(opened, tmp_path):
+def test_permanent_keys_are_not_written_to_disk(opened, tmp_path):
     store, file = opened("AKIA", "hush"), tmp_path / "credentials.json"
-    with renewed_options(store.fs, client_options(store.fs), file) as handed:
-        assert handed["key"] == "AKIA"
+    with renewed_options(store.fs, client_options(store.fs), file) as renewed:
+        assert renewed["key"] == "AKIA"
         assert not file.exists()
 
 
@@ -146,7 +146,7 @@ def test_store_that_overwrites_is_refused_at_first_use(server, tmp_path):
     server.ignored = "HTTP_IF_NONE_MATCH"
     store = server.store(uri)
 
-    # When a root is used for the first time, then it is refused, and not begun
+    # When a root is used for the first time, then it is refused, and not created
     for _ in range(2):
         with pytest.raises(
             StagingError, match=r"overwrites an object despite a condition \(`If-None-Match: \*`\)"

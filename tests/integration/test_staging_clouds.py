@@ -78,10 +78,10 @@ EMULATORS = {
 
 @pytest.fixture(scope="module", params=EMULATORS)
 def emulated(request):
-    """A scheme, and the client's options for its emulator."""
+    """Yields a scheme, and the client's options for its emulator."""
     scheme = request.param
     emulator = EMULATORS[scheme]
-    # Else gcsfs asks Google for the type of each bucket, by gRPC.
+    # Else gcsfs requests the type of each bucket from Google, by gRPC.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     pytest.importorskip(emulator.client, reason=f"pip install {emulator.client}")
     program = shutil.which(emulator.program)
@@ -129,7 +129,7 @@ def test_spark_reads_batches_and_records_outcomes(emulated, tmp_path):
     # Then batches are read, outcomes recorded, and a file that counts once is written once
     assert seen == {f"b{n}": [f"b{n}-{i}" for i in range(5)] for n in range(3)}
     staged.files = files  # type: ignore[assignment]
-    assert {made.successful for made in staged.outcomes("default").values()} == {5}
+    assert {outcome.successful for outcome in staged.outcomes("default").values()} == {5}
     assert files.create("once", "1")
     assert not files.create("once", "2")
     assert files.read("once") == "1"

@@ -69,12 +69,12 @@ def test_one_of_two_concurrent_writers_creates_the_object(uri, options):
     assert not any(folder.exists("manifest.json") for folder in folders)
 
     for attempt in range(10):
-        path, start, won = f"{attempt}.json", threading.Barrier(2), []
+        path, start, winners = f"{attempt}.json", threading.Barrier(2), []
 
         def write(folder: Folder, text: str, path: str = path, start: Any = start) -> None:
             start.wait()
             if folder.create(path, text):
-                won.append(text)  # noqa: B023 - joined below
+                winners.append(text)  # noqa: B023 - joined below
 
         # When both write it concurrently
         threads = [
@@ -86,9 +86,9 @@ def test_one_of_two_concurrent_writers_creates_the_object(uri, options):
         for thread in threads:
             thread.join()
 
-        # Then one of them has created it, and its text is there
-        assert len(won) == 1
-        assert folders[0].read(path) == won[0]
+        # Then one of them has created it, with its text
+        assert len(winners) == 1
+        assert folders[0].read(path) == winners[0]
 
 
 def test_writes_are_visible_to_other_clients_immediately(uri, options):
@@ -163,16 +163,20 @@ def test_a_missing_bucket_is_one_clear_error(options):
 
 
 def test_an_unreachable_server_is_one_clear_error(options):
-    away = {"endpoint_url": "http://127.0.0.1:9"}
+    client_kwargs = {"endpoint_url": "http://127.0.0.1:9"}
     store = Store.open(
         "s3://bucket/staging",
-        **{**options, "client_kwargs": away, "config_kwargs": {"retries": {"max_attempts": 0}}},
+        **{
+            **options,
+            "client_kwargs": client_kwargs,
+            "config_kwargs": {"retries": {"max_attempts": 0}},
+        },
     )
     with pytest.raises(StagingError, match=r"s3://bucket/staging: .*check `\[broadway\] staging`"):
         store.root_id()
 
 
-def test_a_run_from_its_first_record_to_its_removal(uri, options):
+def test_a_run_is_staged_settled_and_removed_in_a_bucket(uri, options):
     # Given two generations staged by clients of their own
     pipeline = pipeline_of(
         b=Batcher(engine="python", batch_size=40, batch_timeout=None, schema="n int")
@@ -213,7 +217,7 @@ def test_a_run_from_its_first_record_to_its_removal(uri, options):
         assert report == SettleReport(acked=50)
     assert list(iter_unsettled(run.store, "Pipeline", "dag")) == []
 
-    # and the run is removed when its time has come
+    # and the run is removed once its retention has passed
     mark_balanced(run)
     clock.advance(8 * 24 * 3600)
     assert sweep_retention(run.store, "Pipeline", "dag", clock=clock) == ["run:1"]

@@ -1,4 +1,4 @@
-"""A stop bounds the work, on each operator that works: what is done counts, the rest goes back.
+"""Stops of each operator: finished work is recorded, and the other messages are released.
 
 In real time, with callbacks that take 50 ms each.
 """
@@ -41,7 +41,7 @@ COUNT = 400
 SPARE = 10.0
 
 
-#: Each with the seconds that it works: a process takes a while to start.
+#: Each pipeline with its seconds of work: a process takes a while to start.
 KINDS = [(Slow, 1.0), (SlowThreads, 1.0), (SlowProcesses, 4.0)]
 
 
@@ -76,13 +76,13 @@ class Place:
         )
 
     def counts(self) -> tuple[int, int]:
-        """Messages that are ready, and that are leased."""
+        """Counts the ready and the leased messages."""
         depth = self.queue.depth()
         return depth.ready, depth.leased
 
 
 def _timeout(seconds: float) -> Any:
-    """As Airflow's task runner has it for an ``execution_timeout``."""
+    """Returns the timeout of Airflow's task runner for an ``execution_timeout``."""
     return timeout(seconds)
 
 
@@ -93,7 +93,7 @@ def place(tmp_path):
 
 @contextmanager
 def handling_sigterm(operator: Any, then: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """As Airflow's task runner does: SIGTERM calls ``on_kill``, and the task goes on."""
+    """Handles SIGTERM as Airflow's task runner does: calls ``on_kill``; the task continues."""
 
     def handle(*_: Any) -> None:
         operator.on_kill()
@@ -107,10 +107,10 @@ def handling_sigterm(operator: Any, then: Callable[[], None] = lambda: None) -> 
 
 
 @contextmanager
-def killed(operator: Any, after: float) -> Iterator[None]:
-    """SIGTERM comes after so many seconds."""
+def kill_after(operator: Any, seconds: float) -> Iterator[None]:
+    """Sends SIGTERM after ``seconds``."""
     with handling_sigterm(operator):
-        timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM))
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
         timer.start()
         try:
             yield
@@ -131,14 +131,14 @@ def test_max_seconds_ends_process_after_the_current_message(place, kind, seconds
     if kind is Slow:
         manifest = run.manifest(reference["generation"])
         assert manifest is not None
-        assert manifest.received == COUNT  # max_demand: so many it may hold
+        assert manifest.received == COUNT  # max_demand: as many as it may hold
 
 
 @pytest.mark.parametrize(("kind", "seconds"), KINDS)
 def test_on_kill_ends_process_within_shutdown_and_publishes_its_work(place, kind, seconds):
     operator = place.process(place.pipeline(kind, shutdown=0.5))
     started = time.monotonic()
-    with killed(operator, seconds):
+    with kill_after(operator, seconds):
         reference = operator.execute(place.context())
     assert time.monotonic() - started < seconds + SPARE
     assert reference["stopped"] == "signal"
@@ -149,7 +149,7 @@ def test_on_kill_does_not_wait_for_a_hanging_callback(place):
     hangs = place.pipeline(SlowHangs, shutdown=0.2)
     operator = place.process(hangs)
     started = time.monotonic()
-    with killed(operator, 0.5):
+    with kill_after(operator, 0.5):
         reference = operator.execute(place.context())
     assert time.monotonic() - started < 2.0 + SPARE
     assert reference["batchers"]["default"] >= 1
@@ -165,14 +165,14 @@ def test_an_execution_timeout_stops_process_in_time(place):
 
 def test_a_message_beyond_the_execution_timeout_loses_no_other_work(place, caplog):
     operator = place.process(place.pipeline(OneHangs), execution_timeout=timedelta(seconds=60.0))
-    # Then the task fails, for good: a retry would void what is done
+    # Then the task fails without retries: a retry would void the finished work
     with _timeout(60.0), pytest.raises(AirflowFailException, match="execution_timeout"):
         operator.execute(place.context())
-    # and what was done before it is published, for the tasks that follow
+    # and the work before the message is published for the downstream tasks
     reference = place.pushed["return_value"]
     assert reference["batchers"]["default"] == 30
     assert reference["stopped"] == "interrupted"
-    # of which the log names the one that was too slow
+    # and the log names the slow message
     assert "ended handle_message at message" in caplog.text
     batch = place.batch(place.pipeline(OneHangs), reference)
     assert batch.execute(place.context())["outcomes"]["successful"] == 30
@@ -189,9 +189,9 @@ def test_on_kill_begins_no_further_batch(place):
     ):
         operator.execute(place.context())
 
-    # And a retry runs those alone that have no outcome.
-    again = place.batch(place.pipeline(QuickMessages), reference)
-    assert again.execute(place.context())["outcomes"]["successful"] == 100
+    # And a retry runs only the batches without an outcome.
+    retry = place.batch(place.pipeline(QuickMessages), reference)
+    assert retry.execute(place.context())["outcomes"]["successful"] == 100
 
 
 def test_an_execution_timeout_of_batch_keeps_finished_batches(place):
@@ -201,10 +201,10 @@ def test_an_execution_timeout_of_batch_keeps_finished_batches(place):
     ThirdBatchHangs.handled.clear()
     with _timeout(60.0), pytest.raises(AirflowTaskTimeout):
         operator.execute(place.context())
-    done = list(ThirdBatchHangs.handled)
-    assert len(done) == 2
-    again = place.batch(place.pipeline(QuickMessages), reference)
+    finished = list(ThirdBatchHangs.handled)
+    assert len(finished) == 2
+    retry = place.batch(place.pipeline(QuickMessages), reference)
     QuickMessages.handled.clear()
-    assert again.execute(place.context())["outcomes"]["successful"] == 40
-    # Those with an outcome are not handled again; the last may not have had its one yet.
-    assert not set(done[:-1]) & set(QuickMessages.handled)
+    assert retry.execute(place.context())["outcomes"]["successful"] == 40
+    # Batches with an outcome are not handled again; the last may not have had its outcome yet.
+    assert not set(finished[:-1]) & set(QuickMessages.handled)

@@ -43,35 +43,37 @@ class Puppets(Broadway):
         self.runs.append(("handle_message", self.run, context))
         body = json.loads(message.data)
         message = message.put_data(body).put_batcher(body.get("to", "default"))
-        word = self._word(message, "process")
-        if word == "raise":
+        instruction = self._read_instruction(message, "process")
+        if instruction == "raise":
             raise ValueError(f"raised on {body['n']}")
-        return self._changed(message, word)
+        return self._follow(message, instruction)
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         self.runs.append(("handle_batch", self.run, context))
         numbers = [message.data["n"] for message in messages]
         self.calls.append(("handle_batch", batcher, batch_info.batch_id, numbers))
-        return [self._changed(message, self._word(message, "batch")) for message in messages]
+        return [
+            self._follow(message, self._read_instruction(message, "batch")) for message in messages
+        ]
 
     def handle_failed(self, messages: list[Message], context: Any) -> list[Message]:
         self.runs.append(("handle_failed", self.run, context))
         return messages
 
     @staticmethod
-    def _word(message: Message, key: str) -> str:
+    def _read_instruction(message: Message, key: str) -> str:
         if message.data.get("once") and message.attempt > 1:
             return ""
         return str(message.data.get(key, ""))
 
     @staticmethod
-    def _changed(message: Message, word: str) -> Message:
-        if word == "fail":
+    def _follow(message: Message, instruction: str) -> Message:
+        if instruction == "fail":
             return message.failed(f"failed: {message.data['n']}")
-        if word == "ack":
+        if instruction == "ack":
             return message.ack_immediately()
-        name, found, action = word.partition("=")
-        if found:
+        name, separator, action = instruction.partition("=")
+        if separator:
             message = message.configure_ack(**{name: action})
             return (
                 message.failed(f"{action}: {message.data['n']}") if "failure" in name else message

@@ -41,7 +41,7 @@ class Ran:
 
     @property
     def states(self) -> dict[str, str]:
-        """By task id without its group, and map index where it is mapped."""
+        """States by task id without its group, and by map index where it is mapped."""
         return {name: str(item.state) for name, item in self._tasks().items()}
 
     @property
@@ -56,7 +56,7 @@ class Ran:
         return named
 
     def xcom(self, task_id: str, map_index: int = -1) -> Any:
-        """The value that a task returned; ``None`` if it returned nothing."""
+        """Returns the return value of a task; ``None`` if it has none."""
         from airflow.models.xcom import XComModel
         from sqlalchemy import select
 
@@ -83,12 +83,12 @@ class Ran:
 
     @property
     def totals(self) -> dict[str, int]:
-        """The classes of the sum that are not 0."""
+        """The totals that are not 0."""
         return {name: count for name, count in self.report["totals"].items() if count}
 
 
 class World:
-    """A queue file, a staging root, the connections: what one test has for itself."""
+    """The queue file, staging root and connections of one test."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -110,12 +110,12 @@ class World:
     def close(self) -> None:
         """Leaves no Dag that later tests of this process would find."""
         self.queue.close()
-        ours = update(DagModel).where(DagModel.bundle_name == _BUNDLE)
+        statement = update(DagModel).where(DagModel.bundle_name == _BUNDLE)
         with create_session() as session:
-            session.execute(ours.values(is_stale=True))
+            session.execute(statement.values(is_stale=True))
 
     def connect(self, conn_id: str, connection: Mapping[str, Any]) -> None:
-        """Define an Airflow connection."""
+        """Defines an Airflow connection."""
         self.patch.setenv(f"AIRFLOW_CONN_{conn_id.upper()}", json.dumps(dict(connection)))
 
     def send(self, *messages: Mapping[str, Any] | bytes) -> list[str]:
@@ -125,12 +125,12 @@ class World:
             for message in messages
         )
 
-    def numbers(self, numbers: Iterable[int], **result: Any) -> list[str]:
+    def numbers(self, numbers: Iterable[int], **fields: Any) -> list[str]:
         """Enqueues messages that differ by their numbers alone."""
-        return self.send(*({"n": number, **result} for number in numbers))
+        return self.send(*({"n": number, **fields} for number in numbers))
 
     def run(self, dag: DAG, conf: Mapping[str, Any] | None = None) -> Ran:
-        """Runs it to its end; all messages are there already, so it waits for no others."""
+        """Runs a Dag to its end; all messages are sent already, so it waits for no others."""
         DagBundlesManager().sync_bundles_to_db()
         lazy = LazyDeserializedDAG.from_dag(dag)
         with create_session() as session:
@@ -146,6 +146,8 @@ class World:
         return queue_depth.ready, queue_depth.delayed, queue_depth.leased, queue_depth.dead
 
     def reasons(self) -> dict[int, str]:
-        """The dead letters' reasons, by number."""
-        letters = self.queue.dead_letters(limit=None)
-        return {json.loads(letter.body)["n"]: letter.reason for letter in letters}
+        """Returns the dead letters' reasons, by number."""
+        dead_letters = self.queue.dead_letters(limit=None)
+        return {
+            json.loads(dead_letter.body)["n"]: dead_letter.reason for dead_letter in dead_letters
+        }

@@ -1,4 +1,4 @@
-"""Pipelines that take their time; without Airflow, so that a processor's process starts soon."""
+"""Slow pipelines; without Airflow, so that a processor's process starts soon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from airflow_broadway import Batcher, Broadway, Message, Processors
 from airflow_broadway.producers.sqlite import SqliteProducer
 
-EACH = 0.05
+DELAY = 0.05
 
 
 class Slow(Broadway):
@@ -23,7 +23,7 @@ class Slow(Broadway):
     batchers = {"default": Batcher(engine="python", batch_size=10, batch_timeout=None)}
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        time.sleep(EACH)
+        time.sleep(DELAY)
         return message
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
@@ -39,13 +39,13 @@ class SlowProcesses(Slow):
 
 
 def outlast_the_task() -> None:
-    """Work for longer than the task may: its ``execution_timeout`` is over at once."""
+    """Exceeds the task's ``execution_timeout``, which ends immediately."""
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     time.sleep(60.0)
 
 
 class QuickMessages(Slow):
-    """Only the batches take their time."""
+    """Only its batches take time."""
 
     #: The batches that were handled to their end, in this process.
     handled: ClassVar[list[str]] = []
@@ -68,9 +68,9 @@ class ThirdBatchHangs(QuickMessages):
 
 
 class FirstBatchSeesKill(QuickMessages):
-    """Its task is killed while the first batch is at work, which takes a while to end then."""
+    """Its task is killed during the first batch, which ends a while later."""
 
-    #: Set once the task knows.
+    #: Set once the task has received the signal.
     killed: ClassVar = threading.Event()
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A Dag of Kafka whose past hours can be read again, and its pipeline, which notes what it handles.
+"""A Kafka Dag whose past hours can be backfilled, and its pipeline, which records its messages.
 
-A live run waits, with its first message in hand, until a file ``release`` is there.
+A live run holds its first message until a file ``release`` exists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Airflow DAGs to click at; the queue and the folder of a run are params."""
+"""Dags for tests of clicks in Airflow; the queue and the folder of a run are params."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SHAPES: tuple[tuple[str, bool, dict[str, Any]], ...] = (
     ("clicked_no_spark", True, {"spark": {"conn_id": "nowhere"}}),
 )
 KINDS = (
-    *((name, ClickedSpark if spark else Clicked, given) for name, spark, given in SHAPES),
+    *((name, ClickedSpark if spark else Clicked, arguments) for name, spark, arguments in SHAPES),
     *(
-        (f"rabbitmq_{name}", RabbitClickedSpark if spark else RabbitClicked, given)
-        for name, spark, given in SHAPES
+        (f"rabbitmq_{name}", RabbitClickedSpark if spark else RabbitClicked, arguments)
+        for name, spark, arguments in SHAPES
     ),
     (
         "rabbitmq_clicked_lapse",
@@ -38,7 +38,7 @@ KINDS = (
     ),
 )
 
-for dag_id, pipeline, given in KINDS:
+for dag_id, pipeline, arguments in KINDS:
     with DAG(
         dag_id,
         schedule=None,
@@ -50,5 +50,5 @@ for dag_id, pipeline, given in KINDS:
         ).task_group(
             default_args={"retries": 0, "retry_delay": timedelta(seconds=1)},
             # A late scheduler fails a sensor that it has rescheduled (apache/airflow#71172).
-            **{"ack": {"hold_failed": 600.0, "poke_interval": 4.0, "retries": 1}, **given},
+            **{"ack": {"hold_failed": 600.0, "poke_interval": 4.0, "retries": 1}, **arguments},
         )

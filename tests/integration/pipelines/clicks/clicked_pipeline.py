@@ -27,11 +27,11 @@ class Clicked(Broadway):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         numbers = sorted(message.data["n"] for message in messages)
-        self._handled(numbers, batch_info, Path(context["folder"]))
+        self._record_call(numbers, batch_info, Path(context["folder"]))
         return messages
 
     @staticmethod
-    def _handled(numbers: list[int], batch_info: BatchInfo, folder: Path) -> None:
+    def _record_call(numbers: list[int], batch_info: BatchInfo, folder: Path) -> None:
         call = {
             "numbers": numbers,
             "batch_id": batch_info.batch_id,
@@ -53,7 +53,7 @@ class ClickedSpark(Clicked):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         numbers = sorted(row[0] for row in messages.select("data.n").collect())
-        self._handled(numbers, batch_info, Path(context["folder"]))
+        self._record_call(numbers, batch_info, Path(context["folder"]))
 
 
 class RabbitClicked(Clicked):

@@ -1,4 +1,4 @@
-"""Dags of one topic whose hours are kept and run again: ``hours_python``, ``hours_spark``."""
+"""Dags of one topic whose hours are archived and backfilled: ``hours_python``, ``hours_spark``."""
 
 from __future__ import annotations
 

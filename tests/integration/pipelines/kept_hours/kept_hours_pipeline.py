@@ -1,4 +1,4 @@
-"""Two pipelines of one topic whose hours are kept, and run again: in Python, and on Spark."""
+"""Two pipelines of one topic whose hours are archived and backfilled: in Python, and on Spark."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class Figures(Broadway):
         return message.put_data(body).put_batcher(body.pop("to", "default"))
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
-        kept = messages.select("message_id", "data.*")
-        kept.write.mode("overwrite").parquet(batch_info.path(context["output"], batcher))
+        rows = messages.select("message_id", "data.*")
+        rows.write.mode("overwrite").parquet(batch_info.path(context["output"], batcher))
         return failed(messages.where("data.n % 7 = 0"), reason="divisible by seven")
 
 
@@ -38,8 +38,8 @@ class Interrupted(Figures):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: BatchInfo, context: Any) -> Any:
         result = super().handle_batch(batcher, messages, batch_info, context)
-        killed = Path(context["output"]) / "_killed"
-        if not killed.exists():
-            killed.touch()
+        marker = Path(context["output"]) / "_killed"
+        if not marker.exists():
+            marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return result
