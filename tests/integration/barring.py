@@ -1,4 +1,4 @@
-"""Bar modules from this process, as if they were not installed."""
+"""Blocks imports of modules in this process, as if they were not installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-class _Barred(MetaPathFinder):
+class _BlockedModuleFinder(MetaPathFinder):
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
@@ -22,7 +22,7 @@ class _Barred(MetaPathFinder):
 
 
 def bar(*names: str) -> None:
-    """Bar top-level packages from now on; none of them may have been imported before."""
+    """Blocks imports of top-level packages from now on; none may be imported already."""
     loaded = {name.partition(".")[0] for name in sys.modules} & set(names)
     assert not loaded, f"{loaded} are imported already"
-    sys.meta_path.insert(0, _Barred(names))
+    sys.meta_path.insert(0, _BlockedModuleFinder(names))

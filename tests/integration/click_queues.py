@@ -17,22 +17,22 @@ class ClickQueue(Protocol):
     """A queue of one test's own."""
 
     def depth(self) -> tuple[int, int, int]:
-        """Messages that are ready, leased, and dead."""
+        """Returns the numbers of ready, leased, and dead messages."""
         ...
 
 
 class Server(Protocol):
     """The server of all tests' queues."""
 
-    #: Before the ids of its DAGs.
+    #: The prefix of its DAG ids.
     prefix: str
 
     def variables(self) -> Mapping[str, str]:
-        """Environment variables for Airflow: the connection."""
+        """Returns environment variables for Airflow: the connection."""
         ...
 
     def queue(self, name: str, count: int) -> ClickQueue:
-        """A new queue with the numbers below ``count`` in it."""
+        """Creates a queue with the numbers below ``count`` in it."""
         ...
 
 
@@ -97,7 +97,7 @@ class _RabbitQueue:
         )
 
     def _bundled(self, queue: str) -> int:
-        """Messages in the bundles of a queue, which stay where they are."""
+        """Counts the messages in the bundles of a queue, which are requeued."""
         left = self._server.count(queue)
         total = 0
         if left:
@@ -110,5 +110,5 @@ class _RabbitQueue:
         return total
 
 
-#: By the broker's name.
+#: The servers by broker name.
 SERVERS: Mapping[str, Callable[[Path], Server]] = {"sqlite": _Sqlite, "rabbitmq": _Rabbit}

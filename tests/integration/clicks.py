@@ -47,7 +47,7 @@ class World:
 
 @contextmanager
 def world_of(broker: str, folder: Path) -> Iterator[World]:
-    """An Airflow of its own, whose runs are clicked at."""
+    """Starts an Airflow of its own for the user actions."""
     server = SERVERS[broker](folder)
     env = airflow_env(
         home=made_home(folder / "home"),
@@ -55,7 +55,7 @@ def world_of(broker: str, folder: Path) -> Iterator[World]:
         port=free_port(),
         settings={
             "broadway.staging": f"file://{folder / 'staging'}",
-            # So that a sensor may come back after four seconds: see its ``poke_interval``.
+            # So that a sensor may be rescheduled after four seconds: see its ``poke_interval``.
             "workers.min_heartbeat_interval": "1",
         },
     )
@@ -67,11 +67,11 @@ def world_of(broker: str, folder: Path) -> Iterator[World]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Click:
-    """One thing that a user does.
+    """One user action.
 
-    :param run: Does it, and checks what comes of it.
+    :param run: Performs it, and checks its effect.
     :param spark: Whether it needs Spark.
-    :param brokers: On which it makes sense.
+    :param brokers: The brokers that it applies to.
     """
 
     name: str
@@ -87,7 +87,7 @@ CLICKS: list[Click] = []
 def click(
     *, spark: bool = False, brokers: tuple[str, ...] = ("sqlite", "rabbitmq")
 ) -> Callable[[Callable[[Clicks], None]], Callable[[Clicks], None]]:
-    """Declares a click; its name is the function's."""
+    """Declares a user action; its name is the function's."""
 
     def declare(function: Callable[[Clicks], None]) -> Callable[[Clicks], None]:
         CLICKS.append(Click(name=function.__name__, run=function, spark=spark, brokers=brokers))
@@ -133,14 +133,14 @@ class Clicks:
         self.airflow.clear(self.dag_id, self.run_id, task_ids, downstream=downstream)
 
     def mark(self, task_id: str, state: str) -> None:
-        """Marks a task at rest: what a scheduler is just about to start may not stay marked."""
+        """Marks an idle task: one that the scheduler is about to start may not stay marked."""
         self.wait(task_id, "failed", "up_for_reschedule")
         self.airflow.set_state(self.dag_id, self.run_id, task_id, state)
 
     # -- evidence ------------------------------------------------------------------------------
 
     def asset_events(self) -> list[dict[str, Any]]:
-        """The events of the run's outlets, the latest first."""
+        """Returns the events of the run's outlets, the latest first."""
         response = self.airflow.api("GET", "/assets/events", order_by="-timestamp", limit=100)
         return [
             {"name": event["name"], **event["extra"]}
@@ -155,7 +155,7 @@ class Clicks:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def firsts(self) -> list[int]:
-        """The first number of each call's batch."""
+        """Returns the first number of each call's batch."""
         return [call["numbers"][0] for call in self.calls]
 
     def report(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Clicks:
         return {name: count for name, count in self.report()["totals"].items() if count}
 
     def depth(self) -> tuple[int, int, int]:
-        """Ready, leased, dead."""
+        """Returns the numbers of ready, leased, and dead messages."""
         return self.queue.depth()
 
     def result(self, case: str) -> CaseResult:
@@ -180,13 +180,13 @@ class Clicks:
         for call in self.calls:
             for number in call["numbers"]:
                 before = ids.setdefault(number, set())
-                again = call["batch_id"] in before or call["redelivered"] == len(call["numbers"])
+                marked = call["batch_id"] in before or call["redelivered"] == len(call["numbers"])
                 result.duplicates += seen[number] > 0
-                result.unmarked += seen[number] > 0 and not again
+                result.unmarked += seen[number] > 0 and not marked
                 seen[number] += 1
                 before.add(call["batch_id"])
         ready, leased, dead = self.depth()
-        # What was never handled must be there to be handled yet.
+        # A message that was never handled must still be ready.
         unhandled = [number for number in range(COUNT) if not seen[number]]
         result.lost = unhandled[ready:]
         if leased or dead:
@@ -194,13 +194,13 @@ class Clicks:
         return result
 
     def log(self, task_id: str, try_number: int = 1) -> str:
-        """All that a try has logged, errors with their traces, as JSON lines."""
+        """Returns the log of a try, errors with their tracebacks, as JSON lines."""
         folder = self.world.folder / "home" / "logs" / f"dag_id={self.dag_id}"
         name = f"run_id={self.run_id}/task_id={task_id}/attempt={try_number}.log"
         return (folder / name).read_text()
 
     def staged(self) -> Path:
-        """The run's folder in staging."""
+        """Returns the run's folder in staging."""
         for folder in (self.world.folder / "staging").rglob("generations"):
             records = (json.loads(path.read_text()) for path in folder.iterdir())
             if any(record["run_id"] == self.run_id for record in records):
@@ -208,7 +208,7 @@ class Clicks:
         raise AssertionError("nothing is staged")
 
     def drivers(self) -> list[int]:
-        """The processes that name the run's folder in staging: Spark's."""
+        """Returns Spark's processes: those that name the run's folder in staging."""
         folder = str(self.staged())
         processes = psutil.process_iter(["pid", "cmdline"])
         return [
@@ -217,7 +217,7 @@ class Clicks:
             if folder in " ".join(process.info["cmdline"] or ())
         ]
 
-    def held(self) -> None:
+    def wait_until_held(self) -> None:
         """Waits until the sensor holds a run whose batcher, or Spark task, has failed."""
         task_id = BATCH if self.dag_id.endswith("clicked") else SPARK
         self.wait(task_id, "failed")
@@ -226,17 +226,17 @@ class Clicks:
 
 
 @click()
-def clear_process_gives_back_and_receives_anew(clicks: Clicks) -> None:
+def clear_process_releases_and_receives_again(clicks: Clicks) -> None:
     # Given a run whose first batch has an outcome, and whose second has killed its task
     clicks.start("die")
-    clicks.held()
+    clicks.wait_until_held()
     assert clicks.firsts() == [0, 10]
 
-    # When its process task is cleared, with what follows
+    # When its process task is cleared, with its downstream tasks
     clicks.take_down("die")
     clicks.clear(PROCESS, downstream=True)
 
-    # Then both batches are handled again, marked, and the old outcome counts for nothing
+    # Then both batches are handled again, marked, and the old outcome is discarded
     assert clicks.end() == "success"
     assert clicks.firsts() == [0, 10, 0, 10]
     assert [call["redelivered"] for call in clicks.calls] == [0, 0, 10, 10]
@@ -247,12 +247,12 @@ def clear_process_gives_back_and_receives_anew(clicks: Clicks) -> None:
 @click()
 def clear_a_batcher_rebuilds_the_same_batches(clicks: Clicks) -> None:
     clicks.start("die")
-    clicks.held()
+    clicks.wait_until_held()
 
     clicks.take_down("die")
     clicks.clear(BATCH)
 
-    # Then only the batch without an outcome runs, under the id it had
+    # Then only the batch without an outcome runs, with its previous id
     assert clicks.end() == "success"
     assert clicks.firsts() == [0, 10, 10]
     assert clicks.calls[1]["batch_id"] == clicks.calls[2]["batch_id"]
@@ -267,7 +267,7 @@ def clear_handle_batches_before_and_after_settlement(clicks: Clicks) -> None:
     eventually(lambda: len(clicks.calls) == 2, timeout=150)
     clicks.airflow.set_state(clicks.dag_id, clicks.run_id, SPARK, "failed")
     eventually(lambda: not clicks.drivers(), timeout=150)
-    clicks.held()
+    clicks.wait_until_held()
     assert clicks.asset_events() == []
 
     # When the task is cleared before anything is settled
@@ -305,7 +305,7 @@ def clear_handle_batches_before_and_after_settlement(clicks: Clicks) -> None:
 
 
 @click()
-def clear_ack_tells_the_same_and_changes_nothing(clicks: Clicks) -> None:
+def clear_ack_reports_the_same_and_changes_nothing(clicks: Clicks) -> None:
     clicks.start()
     assert clicks.end() == "success"
     before = {**clicks.report(), "at": ""}
@@ -319,9 +319,9 @@ def clear_ack_tells_the_same_and_changes_nothing(clicks: Clicks) -> None:
 
 
 @click()
-def mark_a_batcher_success_releases_what_has_no_outcome(clicks: Clicks) -> None:
+def mark_a_batcher_success_releases_messages_without_outcome(clicks: Clicks) -> None:
     clicks.start("die")
-    clicks.held()
+    clicks.wait_until_held()
 
     clicks.mark(BATCH, "success")
 
@@ -331,10 +331,10 @@ def mark_a_batcher_success_releases_what_has_no_outcome(clicks: Clicks) -> None:
 
 
 @click()
-def mark_handle_batches_success_releases_what_has_no_outcome(clicks: Clicks) -> None:
-    # Given a Spark task that could not start, for its connection is missing
+def mark_handle_batches_success_releases_messages_without_outcome(clicks: Clicks) -> None:
+    # Given a Spark task that could not start, because its connection is missing
     clicks.start(dag_id="clicked_no_spark")
-    clicks.held()
+    clicks.wait_until_held()
     assert "the Spark connection 'nowhere' is not defined" in clicks.log(SPARK)
 
     clicks.mark(SPARK, "success")
@@ -344,8 +344,8 @@ def mark_handle_batches_success_releases_what_has_no_outcome(clicks: Clicks) -> 
     assert clicks.depth() == (20, 0, 0)
 
 
-def swept(clicks: Clicks) -> None:
-    """The next run settles what has an outcome, releases the rest, and handles that."""
+def check_next_run_sweeps(clicks: Clicks) -> None:
+    """Checks that the next run settles batches with an outcome; releases, then handles the rest."""
     clicks.take_down("die")
     clicks.start()
     assert clicks.end() == "success"
@@ -356,46 +356,46 @@ def swept(clicks: Clicks) -> None:
 
 
 @click()
-def mark_ack_leaves_it_to_the_next_runs_sweep(clicks: Clicks) -> None:
+def mark_ack_leaves_messages_to_the_next_runs_sweep(clicks: Clicks) -> None:
     clicks.start("die")
-    clicks.held()
+    clicks.wait_until_held()
 
     clicks.mark(ACK, "success")
 
-    # Airflow takes the user's word for the run too: ``ack`` is its last task.
+    # Airflow marks the run, too: ``ack`` is its last task.
     assert clicks.end() == "success"
     assert clicks.depth() == (0, 20, 0)
-    swept(clicks)
+    check_next_run_sweeps(clicks)
 
 
 @click()
-def mark_the_run_leaves_it_to_the_next_runs_sweep(clicks: Clicks) -> None:
+def mark_the_run_leaves_messages_to_the_next_runs_sweep(clicks: Clicks) -> None:
     clicks.start("die")
-    clicks.held()
+    clicks.wait_until_held()
 
     clicks.airflow.set_run_state(clicks.dag_id, clicks.run_id, "failed")
 
     assert clicks.end() == "failed"
     eventually(lambda: clicks.depth()[1] == 20)
-    swept(clicks)
+    check_next_run_sweeps(clicks)
 
 
 @click()
-def delete_the_run_leaves_it_to_the_next_runs_sweep(clicks: Clicks) -> None:
+def delete_the_run_leaves_messages_to_the_next_runs_sweep(clicks: Clicks) -> None:
     clicks.start("die")
-    clicks.held()
+    clicks.wait_until_held()
 
     # Airflow deletes no run that is not over.
     clicks.airflow.set_run_state(clicks.dag_id, clicks.run_id, "failed")
     clicks.airflow.delete_run(clicks.dag_id, clicks.run_id)
 
     assert clicks.depth() == (0, 20, 0)
-    swept(clicks)
+    check_next_run_sweeps(clicks)
 
 
 @click()
-def pause_lets_running_work_settle_itself(clicks: Clicks) -> None:
-    # Given a batcher at work when the Dag is paused, so that the run has no sensor
+def pause_lets_a_running_batcher_settle(clicks: Clicks) -> None:
+    # Given a running batcher when the Dag is paused, so that the run has no sensor
     clicks.start("wait", dag_id="clicked_deferred")
     eventually(lambda: clicks.firsts() == [0, 10])
     clicks.airflow.pause(clicks.dag_id)
@@ -418,18 +418,18 @@ def pause_lets_running_work_settle_itself(clicks: Clicks) -> None:
     finally:
         clicks.airflow.pause(clicks.dag_id, False)
 
-    # And the sensor, once it may, finds all in order
+    # And the sensor, once it runs, reports every message as settled
     assert clicks.end() == "success"
     assert clicks.totals() == {"received": 20, "acked": 20, "accounted": 20}
     assert clicks.firsts() == [0, 10]
 
 
 @click(spark=True, brokers=("rabbitmq",))
-def let_the_lease_lapse_in_mid_spark(clicks: Clicks) -> None:
-    # Given a Spark application at work on its second batch when the lease ends
+def let_the_lease_lapse_during_spark(clicks: Clicks) -> None:
+    # Given a Spark application that handles its second batch when the lease ends
     clicks.start("wait", dag_id="clicked_lapse")
     eventually(lambda: clicks.firsts() == [0, 10], timeout=170.0)
-    lapsed = clicks.dag_id, clicks.run_id
+    lapsed_run = clicks.dag_id, clicks.run_id
     [lease] = clicks.staged().rglob("lease.json")
     deadline = datetime.fromisoformat(json.loads(lease.read_text())["deadline"])
     eventually(lambda: datetime.now(UTC) > deadline, timeout=200.0)
@@ -440,13 +440,13 @@ def let_the_lease_lapse_in_mid_spark(clicks: Clicks) -> None:
     eventually(lambda: clicks.firsts() == [0, 10, 0, 10], timeout=170.0)
     clicks.take_down("wait")
 
-    # Then the next run settles all of it, marked
+    # Then the next run settles all messages, marked
     assert clicks.end() == "success"
     assert [call["redelivered"] for call in clicks.calls] == [0, 0, 10, 10]
     assert clicks.totals() == {"received": 20, "acked": 20, "accounted": 20}
 
     # And the other run fails, and has settled nothing
-    clicks.dag_id, clicks.run_id = lapsed
+    clicks.dag_id, clicks.run_id = lapsed_run
     assert clicks.end() == "failed"
     assert clicks.totals() == {"received": 20, "lapsed": 20, "accounted": 20}
     assert clicks.depth() == (0, 0, 0)

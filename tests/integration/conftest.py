@@ -12,7 +12,7 @@ from tests.rabbitmq_place import Place
 
 @pytest.fixture
 def undeclared(tmp_path, monkeypatch):
-    """The place of a queue at RabbitMQ that is not declared yet."""
+    """A RabbitMQ queue that is not declared yet."""
     # This broker is never killed: young holding queues are reliable.
     monkeypatch.setattr(standing_queues, "_RELIABLE_AGE", 0.0)
     return Place(wanted_server(), tmp_path)

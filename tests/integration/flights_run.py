@@ -1,4 +1,4 @@
-"""A run of a broker's ``dags/*_flights.py`` in a real Airflow, checked by the demo's own truth."""
+"""A run of a broker's ``dags/*_flights.py`` in a real Airflow, checked by the demo's counts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from scripts.demo_report import CLASSES, Expected
 from scripts.load_flights import flights
 from scripts.local_airflow import LocalAirflow, free_port
 
-#: By which flights are chosen: of few, too, some never departed.
+#: The seed that chooses the flights; even a few include some that never departed.
 SEED = 20_130
 
 
 class FlightsRun:
-    """One run.
+    """A run of a broker's flights Dag.
 
     :param broker: As in the Dag's name.
     """
@@ -36,7 +36,7 @@ class FlightsRun:
         """Runs the Dag, and checks its output and its report."""
         folder, dag = self._folder, f"{self._broker}_flights"
         env = airflow_env(
-            # That of the demo's tests: its database is made once.
+            # The home of the demo's tests: its database is created once.
             home=home_of(ROOT, f"airflow-test-{self._broker}"),
             port=free_port(),
             settings={"broadway.staging": f"file://{folder / 'staging'}"},

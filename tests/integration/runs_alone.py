@@ -1,9 +1,9 @@
 """One task of a run, for a process that can import neither Airflow nor pyspark.
 
 Its arguments are FOLDER TASK RUN TRY: it runs the task ``process``, ``batch`` or ``ack`` of a run
-on the queue and the staging root in FOLDER, and prints what it came to; or FOLDER ``look`` ID.
+on the queue and the staging root in FOLDER, and prints its result; or FOLDER ``look`` ID.
 
-A callback that comes to the number in ``FOLDER/stop-at-<stage>`` says so by a file, and waits to be
+A callback that reaches the number in ``FOLDER/stop-at-<stage>`` creates a file, and waits to be
 killed.
 """
 
@@ -35,7 +35,7 @@ QUEUE = "numbers"
 
 
 class Numbers(Broadway):
-    """Of its numbers those divisible by 7 fail in the processor, by 5 in the batch."""
+    """Fails numbers divisible by 7 in the processor, and by 5 in the batch."""
 
     producer: Any = SqliteProducer(queue=QUEUE, path="/given", retry=RetryPolicy(max_attempts=1))
     processors = Processors(concurrency=2, max_demand=10)
@@ -64,19 +64,19 @@ class Numbers(Broadway):
 
 
 def _wait_to_be_killed(folder: str, stage: str, numbers: Sequence[int]) -> None:
-    place = Path(folder, f"stop-at-{stage}")
-    if place.exists() and int(place.read_text()) in numbers:
+    stop_file = Path(folder, f"stop-at-{stage}")
+    if stop_file.exists() and int(stop_file.read_text()) in numbers:
         Path(folder, f"at-{stage}").touch()
         time.sleep(60.0)
 
 
 def run_task(folder: str, task_id: str, run_id: str, try_number: int) -> Any:
-    """Runs one task; returns what it came to, as JSON."""
+    """Runs one task; returns its result, as JSON."""
     pipeline = Numbers(producer={"path": f"{folder}/queue.db"}, context={"folder": folder})
     store = Store.open(f"file://{folder}/staging")
     run = StagedRun(store, pipeline="Numbers", dag_id=DAG, run_id=run_id)
-    # Runs are one after another here: whichever else there is, is over.
-    ports = Ports(is_over=lambda other: True, max_shutdown=2.0)
+    # Runs are sequential here: every other run is over.
+    ports = Ports(is_over=lambda other_run: True, max_shutdown=2.0)
     task = Task(dag_id=DAG, run_id=run_id, task_id=task_id, try_number=try_number)
     if task_id == "process":
         return ProcessTask(run, pipeline, task, ports, budget=Budget(max_seconds=30.0)).run()[0]
@@ -107,6 +107,6 @@ def look(folder: str, message_id: str) -> Any:
 
 
 def main() -> None:
-    folder, what, name, *rest = sys.argv[1:]
-    came = look(folder, name) if what == "look" else run_task(folder, what, name, int(rest[0]))
-    print(json.dumps(came))
+    folder, verb, name, *rest = sys.argv[1:]
+    result = look(folder, name) if verb == "look" else run_task(folder, verb, name, int(rest[0]))
+    print(json.dumps(result))

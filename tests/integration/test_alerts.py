@@ -25,7 +25,7 @@ from tests.integration.pipelines.puppets import Puppets
 pytestmark = pytest.mark.airflow
 
 GUIDE = Path(__file__).parents[2] / "docs" / "alerts.md"
-#: What a sender writes to be rendered by mail and chat.
+#: A sender's markup, for mail and chat to render.
 EVIL = "<b>urgent</b> <!channel> [pay](http://evil.example)"
 NO_DELAY = {"retries": 0, "retry_delay": timedelta(0)}
 
@@ -39,8 +39,8 @@ class Orders(Puppets):
         return super().handle_message(processor, message, context)
 
 
-class _Session(socketserver.StreamRequestHandler):
-    """Speaks as much SMTP as smtplib needs, and keeps the mails."""
+class _SmtpSession(socketserver.StreamRequestHandler):
+    """Implements the part of SMTP that smtplib needs, and stores the mails."""
 
     server: MailServer
 
@@ -62,7 +62,7 @@ class MailServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Session)
+        super().__init__(("127.0.0.1", 0), _SmtpSession)
         self.mails: list[EmailMessage] = []
 
 
@@ -82,8 +82,8 @@ def mails(world):
         server.shutdown()
 
 
-def guides_dag(monkeypatch: pytest.MonkeyPatch) -> DAG:
-    """The Dag of the guide, whose messages have one attempt."""
+def load_guide_dag(monkeypatch: pytest.MonkeyPatch) -> DAG:
+    """Returns the Dag of the guide, whose messages have one attempt."""
     module = ModuleType("orders_pipeline")
     module.Orders = Orders(producer={"retry": {"max_attempts": 1}})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "orders_pipeline", module)
@@ -97,7 +97,7 @@ def guides_dag(monkeypatch: pytest.MonkeyPatch) -> DAG:
 
 
 def text_of(mail: EmailMessage) -> str:
-    """All that a reader of the mail sees."""
+    """Returns the subject and the readable text of a mail."""
     bodies = [part.get_content() for part in mail.walk() if not part.is_multipart()]
     return "\n".join([str(mail["subject"]), *bodies])
 
@@ -106,7 +106,7 @@ def test_the_guides_example_mails_dead_letters_of_a_green_run(world, mails, monk
     world.numbers(range(4))
     world.send({"n": 5, "text": EVIL})
 
-    ran = world.run(guides_dag(monkeypatch))
+    ran = world.run(load_guide_dag(monkeypatch))
 
     assert ran.state == "success"
     [mail] = mails
@@ -121,14 +121,14 @@ def test_the_guides_example_mails_dead_letters_of_a_green_run(world, mails, monk
 def test_the_guides_example_mails_nothing_of_a_run_without_dead_letters(world, mails, monkeypatch):
     world.numbers(range(4))
 
-    assert world.run(guides_dag(monkeypatch)).totals["acked"] == 4
+    assert world.run(load_guide_dag(monkeypatch)).totals["acked"] == 4
     assert mails == []
 
 
 def test_the_guides_example_mails_no_text_from_senders(world, mails, monkeypatch):
     world.send({"n": 5, "text": EVIL})
 
-    ran = world.run(guides_dag(monkeypatch))
+    ran = world.run(load_guide_dag(monkeypatch))
 
     assert ran.states["ack"] == "failed"
     [mail] = mails
@@ -140,7 +140,7 @@ def test_the_guides_example_mails_no_text_from_senders(world, mails, monkeypatch
     assert "evil" in str(ran.report["reasons"])
 
 
-def test_a_callback_that_fails_changes_nothing_of_the_run(world, caplog):
+def test_a_failing_callback_does_not_change_the_run(world, caplog):
     calls: list[Any] = []
 
     def fail(context: Any) -> None:
@@ -174,13 +174,13 @@ def test_a_run_in_one_task_calls_the_same_callbacks(world):
             on_success_callback=on_success,
         )
 
-    # When one run is green, and one is not
+    # When one run succeeds, and one fails
     world.send({"n": 1}, {"n": 2, "text": EVIL})
     assert world.run(dag).state == "success"
     world.send({"n": 3, "text": EVIL})
     assert world.run(dag).state == "failed"
 
-    # Then each has figures and no sender's text
+    # Then each callback has figures and no sender's text
     [value], [failure] = successes, failures
     assert value["summary"] == "2 messages received: 1 acked, 1 dead-lettered."
     assert value["dead_lettered"] == 1

@@ -1,6 +1,6 @@
-"""Hours of a Kafka topic, archived by live runs in a real Airflow, and runs again without Kafka.
+"""Hours of a Kafka topic, archived by live runs in a real Airflow, and backfilled without Kafka.
 
-Once with staging in a bucket, and once on Spark: no package index has what Spark needs for buckets.
+Once with staging in a bucket, and once on Spark: no package index has Spark's jars for buckets.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ pytestmark = [pytest.mark.airflow, pytest.mark.broker, pytest.mark.slow, pytest.
 
 DAGS = ROOT / "tests" / "integration" / "pipelines" / "kept_hours"
 HOURS = 3
-OF_AN_HOUR = 40
+PER_HOUR = 40
 START = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta(hours=6)
 
 
 @contextmanager
 def filled_kafka(folder: Path) -> Iterator[ApacheKafka]:
-    """Messages of each hour, and of those around, in both partitions."""
+    """Starts a Kafka with messages of each hour, and of those around, in both partitions."""
     skip_without_apache_kafka()
     with ApacheKafka.start(folder / "kafka") as kafka:
         kafka.topic("hours", 2)
         kafka.topic("hours-dlt")
         sender = kafka.producer()
-        for number in range(everything()):
-            at = START + timedelta(seconds=number * 3600 / OF_AN_HOUR) - timedelta(hours=1)
-            instant = round(at.timestamp() * 1000)
-            sender.produce("hours", b"%d" % number, partition=number % 2, timestamp=instant)
+        for number in range(message_count()):
+            at = START + timedelta(seconds=number * 3600 / PER_HOUR) - timedelta(hours=1)
+            timestamp = round(at.timestamp() * 1000)
+            sender.produce("hours", b"%d" % number, partition=number % 2, timestamp=timestamp)
         assert not sender.flush(30)
         yield kafka
 
 
-def everything() -> int:
-    return (HOURS + 2) * OF_AN_HOUR
+def message_count() -> int:
+    return (HOURS + 2) * PER_HOUR
 
 
 def rows(folder: Path) -> Counter[int]:
-    """The numbers that were written."""
+    """Counts the rows of each number."""
     counts: Counter[int] = Counter()
     for path in (folder / "rows").glob("hour=*/batch_id=*/*.json"):
         counts.update(json.loads(line)["number"] for line in path.read_text().splitlines())
@@ -87,24 +87,24 @@ def check(
 ) -> None:
     with filled_kafka(folder) as kafka, airflow_of(folder, staging, kafka, connections) as airflow:
         airflow.wait_for_dag(dag_id)
-        # Given live runs of all there is, a scheduled one among them
+        # Given live runs of all messages, a scheduled one among them
         airflow.pause(dag_id, False)
         live = airflow.trigger(dag_id)
         assert airflow.wait_for_run(dag_id, live, timeout=300) == "success"
         eventually(lambda: states_of(airflow, dag_id) == {"success"}, timeout=300)
-        assert rows(folder) == Counter(range(everything()))
+        assert rows(folder) == Counter(range(message_count()))
         name = {"hours_python": "HoursInPython", "hours_spark": "HoursOnSpark"}[dag_id]
         archive = archive_folder(store, name)
-        assert look(archive).messages == everything()
+        assert look(archive).messages == message_count()
 
-        # When some of its hours are run again, two at a time, and Kafka is gone
+        # When some of its hours are backfilled, two at a time, without Kafka
         kafka.stop()
-        states = backfilled(airflow, dag_id)
+        states = backfill_hours(airflow, dag_id)
 
         # Then each message has its row, once
         assert states == ["success"] * HOURS
-        assert rows(folder) == Counter(range(everything()))
-        assert look(archive).messages == everything()
+        assert rows(folder) == Counter(range(message_count()))
+        assert look(archive).messages == message_count()
 
 
 @contextmanager
@@ -130,8 +130,8 @@ def states_of(airflow: LocalAirflow, dag_id: str) -> set[str]:
     return {run["state"] for run in airflow.api("GET", f"/dags/{dag_id}/dagRuns")["dag_runs"]}
 
 
-def backfilled(airflow: LocalAirflow, dag_id: str) -> list[str]:
-    """Has the hours run again, by what ``airflow backfill create`` does; how each run ended."""
+def backfill_hours(airflow: LocalAirflow, dag_id: str) -> list[str]:
+    """Backfills the hours as ``airflow backfill create`` does; returns each run's state."""
     body: dict[str, Any] = {
         "dag_id": dag_id,
         "from_date": START.isoformat(),
@@ -139,7 +139,7 @@ def backfilled(airflow: LocalAirflow, dag_id: str) -> list[str]:
         "max_active_runs": 2,
         "reprocess_behavior": "none",
     }
-    # SQLite has one writer, and Airflow creates no backfill there next to others.
+    # SQLite has one writer: Airflow cannot create a backfill there next to other writers.
     writers = ("scheduler", "dag-processor")
     for name in writers:
         process = airflow.processes.pop(name)
@@ -151,10 +151,10 @@ def backfilled(airflow: LocalAirflow, dag_id: str) -> list[str]:
     airflow.wait_healthy()
     states: list[str] = []
 
-    def over() -> bool:
+    def is_over() -> bool:
         response = airflow.api("GET", f"/dags/{dag_id}/dagRuns", run_type="backfill")
         states[:] = [run["state"] for run in response["dag_runs"]]
         return len(states) == HOURS and {*states} <= {"success", "failed"}
 
-    eventually(over, timeout=600)
+    eventually(is_over, timeout=600)
     return states

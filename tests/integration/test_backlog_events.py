@@ -41,8 +41,8 @@ class Sums(Broadway):
         return messages
 """
 
-#: A user's own producer: each depth leaves a line with its process, and one at three messages
-#: takes as long as a test wants.
+#: A user's own producer: each depth query logs its process, and a query at three messages blocks
+#: for as long as a test wants.
 WATCHED_PRODUCER = """\
 import os
 import threading
@@ -58,15 +58,15 @@ SIGNS = Path(os.environ["SIGNS"])
 @options
 class WatchedProducer(SqliteProducer):
     def depth(self, env):
-        found = SqliteProducer.depth(self, env)
+        queue_depth = SqliteProducer.depth(self, env)
         if threading.current_thread().name == "broadway-backlog":
             with (SIGNS / "looks").open("a") as file:
                 file.write(f"{os.getpid()}\\n")
-            if found.ready >= 3 and (SIGNS / "hold").exists():
+            if queue_depth.ready >= 3 and (SIGNS / "hold").exists():
                 (SIGNS / "hold").rename(SIGNS / "held")
                 while (SIGNS / "held").exists():
                     time.sleep(0.05)
-        return found
+        return queue_depth
 """
 
 WATCHED = """\
@@ -108,7 +108,7 @@ with DAG("waits", schedule=None):
     )
 """
 
-#: Seconds without a heartbeat after which a triggerer is taken for dead.
+#: Seconds without a heartbeat after which a triggerer counts as dead.
 DEAD_AFTER = 8
 
 
@@ -161,8 +161,8 @@ def events(airflow: LocalAirflow, asset: str) -> list[dict[str, Any]]:
     return [event for event in response["asset_events"] if event["name"] == asset]
 
 
-def finished(airflow: LocalAirflow, number: int, dag_id: str = "sums") -> dict[str, Any]:
-    """The ``number``-th run of the Dag, once it has ended."""
+def wait_for_run_end(airflow: LocalAirflow, number: int, dag_id: str = "sums") -> dict[str, Any]:
+    """Waits for the ``number``-th run of the Dag to end; returns it."""
     eventually(lambda: len(runs(airflow, dag_id)) >= number, timeout=120.0)
     run = runs(airflow, dag_id)[number - 1]
     assert airflow.wait_for_run(dag_id, run["dag_run_id"]) == "success"
@@ -182,22 +182,22 @@ def log_of(airflow: LocalAirflow, run: dict[str, Any]) -> str:
 
 
 def test_events_start_runs_that_handle_each_message_once(airflow, queue):
-    # Given a backlog below the bound, and a few looks
+    # Given a backlog below the bound, and a few depth queries
     queue.send([b"1", b"2"])
     time.sleep(5.0)
     assert runs(airflow) == []
 
-    # When one more message comes
+    # When one more message arrives
     queue.send([b"3"])
 
     # Then one event starts one run, which acks them all
-    run = finished(airflow, 1)
+    run = wait_for_run_end(airflow, 1)
     assert run["run_type"] == "asset_triggered"
     assert queue.depth()[:4] == (0, 0, 0, 0)
     [event] = events(airflow, "sums.Sums.backlog")
     payload = event["extra"]["payload"]
     assert (payload["ready"], payload["reason"]) == (3, "3 messages (min_messages=3)")
-    # and the batcher's outlet has one of what its batches changed
+    # and the batcher's outlet has an event for its batches
     [produced] = events(airflow, "sums-table")
     assert (produced["extra"]["successful"], len(produced["extra"]["batch_ids"])) == (3, 1)
 
@@ -207,20 +207,20 @@ def test_events_start_runs_that_handle_each_message_once(airflow, queue):
     airflow.api("POST", "/assets/events", body)
 
     # Then its run ends immediately, receives nothing, and logs the reason
-    second = finished(airflow, 2)
+    second = wait_for_run_end(airflow, 2)
     assert queue.depth().ready == 1
     assert process_state(airflow, second) == "skipped"
     assert f"The run {run['dag_run_id']} began at" in log_of(airflow, second)
 
-    # When more come while the Dag is paused, and for longer than its watcher lives then
+    # When more arrive while the Dag is paused, and for longer than its watcher lives then
     airflow.pause("sums")
     queue.send([b"5", b"6", b"7"])
     time.sleep(20.0)
     assert len(runs(airflow)) == 2
 
-    # Then they are handled once it goes on
+    # Then they are handled once it is unpaused
     airflow.pause("sums", False)
-    finished(airflow, 3)
+    wait_for_run_end(airflow, 3)
     assert queue.depth()[:4] == (0, 0, 0, 0)
 
 
@@ -246,7 +246,7 @@ class World:
         self.signs = folder / "signs"
         self.database = folder / "home" / "airflow.db"
         self.queue = queue
-        # What earlier tests left
+        # Those of earlier tests
         self._runs, self._events = len(self.runs), len(self.events)
 
     @property
@@ -259,63 +259,63 @@ class World:
 
     @property
     def new(self) -> tuple[int, int]:
-        """How many runs and events there are since the test began."""
+        """The numbers of runs and events since the test began."""
         return len(self.runs) - self._runs, len(self.events) - self._events
 
     def send(self, number: int) -> None:
         self.queue.send(str(n).encode() for n in range(number))
 
-    def told(self, number: int, *, timeout: float = 120.0) -> dict[str, Any]:
-        """The payload of the ``number``-th event of the test, once it is there."""
+    def wait_for_event(self, number: int, *, timeout: float = 120.0) -> dict[str, Any]:
+        """Waits for the ``number``-th event of the test; returns its payload."""
         eventually(lambda: self.new[1] >= number, timeout=timeout)
         payload: dict[str, Any] = self.events[self._events + number - 1]["extra"]["payload"]
         return payload
 
-    def finished(self, number: int) -> dict[str, Any]:
-        """The ``number``-th run of the test, once it has ended."""
-        return finished(self.airflow, self._runs + number, "watched")
+    def wait_for_run_end(self, number: int) -> dict[str, Any]:
+        """Waits for the ``number``-th run of the test to end; returns it."""
+        return wait_for_run_end(self.airflow, self._runs + number, "watched")
 
     def looks(self) -> list[int]:
-        """The processes that have looked, one for each look."""
+        """Returns the process of each depth query."""
         path = self.signs / "looks"
         return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def look_again(self, number: int) -> None:
-        """Waits for so many whole looks."""
+    def wait_for_looks(self, number: int) -> None:
+        """Waits for so many complete depth queries."""
         enough = len(self.looks()) + number + 1
         eventually(lambda: len(self.looks()) >= enough, timeout=120.0)
 
     @property
     def triggerer(self) -> psutil.Process:
-        """The one whose trigger has looked last."""
+        """The triggerer of the latest depth query."""
         parent = psutil.Process(self.looks()[-1]).parent()
         assert parent is not None
         return parent
 
     @contextmanager
-    def hangs(self, process: psutil.Process, *, whole: bool = False) -> Iterator[None]:
-        """It does nothing for a while, and holds no lock.
+    def suspend(self, process: psutil.Process, *, whole: bool = False) -> Iterator[None]:
+        """Suspends a process meanwhile; it holds no lock.
 
-        :param whole: Nor do its children.
+        :param whole: Suspends its children, too.
         """
-        every = [process, *(process.children(recursive=True) if whole else ())]
-        while not self._stopped(every):
+        processes = [process, *(process.children(recursive=True) if whole else ())]
+        while not self._try_suspend(processes):
             continue
         try:
             yield
         finally:
-            for member in every:
+            for member in processes:
                 member.resume()
 
-    def _stopped(self, every: Sequence[psutil.Process]) -> bool:
-        for member in every:
+    def _try_suspend(self, processes: Sequence[psutil.Process]) -> bool:
+        for member in processes:
             member.suspend()
         for database in (self.database, self.queue.path):
-            with closing(sqlite3.connect(database, timeout=2.0, isolation_level=None)) as opened:
+            with closing(sqlite3.connect(database, timeout=2.0, isolation_level=None)) as db:
                 try:
-                    opened.execute("BEGIN EXCLUSIVE")
+                    db.execute("BEGIN EXCLUSIVE")
                 except sqlite3.OperationalError:
-                    for member in every:
+                    for member in processes:
                         member.resume()
                     return False
         return True
@@ -333,7 +333,7 @@ def world(airflow, folder):
 
 @pytest.fixture
 def second_triggerer(airflow, folder):
-    """Another one, on the same database."""
+    """A second triggerer, on the same database."""
     with (folder / "logs" / "second.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "airflow", "triggerer", "--skip-serve-logs"],
@@ -351,47 +351,47 @@ def second_triggerer(airflow, folder):
 
 
 def test_a_dag_at_its_run_limit_gets_its_backlog_in_the_next_run(world):
-    # Given a run that is at work, and the only one that the Dag may have
+    # Given an active run, the only one that the Dag may have
     (world.signs / "busy").touch()
     world.send(3)
-    world.told(1)
+    world.wait_for_event(1)
     eventually((world.signs / "at work").exists, timeout=120.0)
 
-    # When as much comes again
+    # When as many messages arrive again
     world.send(3)
 
     # Then no event is sent meanwhile
-    world.look_again(4)
+    world.wait_for_looks(4)
     assert world.new == (1, 1)
 
-    # And once it has ended the next run takes it
+    # And once it has ended the next run receives them
     (world.signs / "busy").unlink()
-    world.finished(1)
-    world.finished(2)
-    assert [world.told(number)["told"] for number in (1, 2)] == [1, 1]
+    world.wait_for_run_end(1)
+    world.wait_for_run_end(2)
+    assert [world.wait_for_event(number)["told"] for number in (1, 2)] == [1, 1]
     assert world.new == (2, 2)
     assert world.queue.depth()[:4] == (0, 0, 0, 0)
 
 
 def test_events_dropped_while_a_dag_is_paused_are_sent_again(world):
-    # Given a Dag that was paused a moment ago: its trigger is still there
-    with world.hangs(world.component("dag-processor")):
+    # Given a Dag that was paused a moment ago: its trigger still exists
+    with world.suspend(world.component("dag-processor")):
         world.airflow.pause("watched")
 
         # When a backlog is reported
         world.send(3)
-        first = world.told(1)
+        first = world.wait_for_event(1)
 
-        # Then no run follows, not even when the Dag goes on
-        world.look_again(2)
+        # Then no run follows, not even when the Dag is unpaused
+        world.wait_for_looks(2)
         world.airflow.pause("watched", False)
-        world.look_again(2)
+        world.wait_for_looks(2)
         assert world.new == (0, 1)
 
         # And it is reported again
-        again = world.told(2)
+        again = world.wait_for_event(2)
     assert (again["crossing"], again["told"]) == (first["crossing"], 2)
-    world.finished(1)
+    world.wait_for_run_end(1)
     assert world.queue.depth()[:4] == (0, 0, 0, 0)
 
 
@@ -399,47 +399,47 @@ def test_events_dropped_while_a_dag_is_paused_are_sent_again(world):
 def test_two_triggerers_start_one_run_per_crossing(world):
     # Given a scheduler that is slow, and a reported crossing
     with ExitStack() as hung:
-        with world.hangs(world.component("scheduler")):
+        with world.suspend(world.component("scheduler")):
             world.send(3)
-            world.told(1)
-            one = world.triggerer
+            world.wait_for_event(1)
+            hung_triggerer = world.triggerer
 
-            # When its triggerer hangs, and the other takes over
-            hung.enter_context(world.hangs(one, whole=True))
-            world.told(2)
-            other = world.triggerer
-            assert other != one
+            # When its triggerer hangs, and the second one takes over
+            hung.enter_context(world.suspend(hung_triggerer, whole=True))
+            world.wait_for_event(2)
+            active_triggerer = world.triggerer
+            assert active_triggerer != hung_triggerer
             assert world.new == (0, 2)
 
         # Then one run serves both events
-        world.finished(1)
+        world.wait_for_run_end(1)
         assert world.queue.depth()[:4] == (0, 0, 0, 0)
-    # also when both are there again
-    world.look_again(3)
+    # also when both are active again
+    world.wait_for_looks(3)
     assert world.new == (1, 2)
 
     # Given a reported crossing, and another triggerer with a slow depth query
     with ExitStack() as hung:
-        with world.hangs(world.component("scheduler")):
+        with world.suspend(world.component("scheduler")):
             world.send(3)
-            world.told(3)
-            hung.enter_context(world.hangs(world.triggerer, whole=True))
+            world.wait_for_event(3)
+            hung.enter_context(world.suspend(world.triggerer, whole=True))
             (world.signs / "hold").touch()
             eventually((world.signs / "held").exists, timeout=120.0)
 
-        # When that comes back after a run has taken all
-        first = world.finished(2)
+        # When that query returns after a run has received all
+        first = world.wait_for_run_end(2)
         assert world.queue.depth()[:4] == (0, 0, 0, 0)
         world.send(1)
         (world.signs / "held").unlink()
 
         # Then the run of its event ends immediately, receives nothing, and logs the reason
-        second = world.finished(3)
+        second = world.wait_for_run_end(3)
     assert process_state(world.airflow, first) == "success"
     assert process_state(world.airflow, second) == "skipped"
     assert f"3 messages (min_messages=3).  The run {first['dag_run_id']} began at" in log_of(
         world.airflow, second
     )
     assert world.queue.depth()[:4] == (1, 0, 0, 0)
-    world.look_again(3)
+    world.wait_for_looks(3)
     assert world.new == (3, 4)

@@ -1,4 +1,4 @@
-"""Bad input and a broken world: one clear error each, nothing lost, nothing half-done."""
+"""Invalid input and broken infrastructure: one clear error each, no loss, no partial work."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.airflow
 Capture = pytest.CaptureFixture[str]
 
 
-def dag_of(pipeline: Any, **given: Any) -> DAG:
-    dag: DAG = pipeline.dag("bad", **{"default_args": {"retries": 0}, **given})
+def dag_of(pipeline: Any, **options: Any) -> DAG:
+    dag: DAG = pipeline.dag("bad", **{"default_args": {"retries": 0}, **options})
     return dag
 
 
 def figures(world: World, **options: Any) -> Any:
-    """A Spark pipeline, importable as a module of its own."""
+    """Returns a Spark pipeline that is importable as a module of its own."""
     from airflow_broadway.core.reference import import_class
 
     world.patch.syspath_prepend(ROOT / "tests" / "integration" / "pipelines" / "spark")
@@ -35,7 +35,7 @@ def figures(world: World, **options: Any) -> Any:
 
 
 def check_untouched(world: World, ran: Ran, count: int) -> None:
-    """The run is red, and every message is where it was."""
+    """Checks that the run failed, and every message is ready and undelivered."""
     assert ran.state == "failed"
     assert world.depth == (count, 0, 0, 0)
     assert world.queue.leases() == []
@@ -59,7 +59,7 @@ def test_an_invalid_param_fails_before_the_first_receive(world, capsys):
 
 
 def test_an_oversized_message_is_handled_alone(world):
-    # Given one message beyond what a receive takes at a time, among small ones
+    # Given one message above the limit of a receive, among small ones
     large = b'{"n": 1, "text": "' + b"x" * (65 * 1024 * 1024) + b'"}'
     world.send({"n": 0}, large, {"n": 2})
 
@@ -81,7 +81,7 @@ def test_an_oversized_message_is_handled_alone(world):
         ({"conn_type": "broadway_sqlite", "host": "queue.db"}, "its host must be an absolute path"),
         ({"conn_type": "broadway_sqlite", "host": "/nowhere/queue.db"}, "/nowhere"),
     ],
-    ids=["missing", "of another type", "a relative path", "a folder that is not there"],
+    ids=["missing", "of another type", "a relative path", "a missing folder"],
 )
 def test_an_invalid_connection_fails_before_the_first_receive(world, capsys, connection, result):
     world.numbers(range(3))

@@ -1,4 +1,4 @@
-"""Child processes of a process task under a real scheduler: they ask Airflow, and may die."""
+"""Child processes of a process task under a real scheduler: queries to Airflow, and crashes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Asking(Broadway):
         if number == 537:
             os._exit(9)
         if number == 0:
-            told = Variable.get(os.environ["ASKING_NAME"])
+            variable = Variable.get(os.environ["ASKING_NAME"])
             with open(os.path.join(os.environ["ASKING_FOLDER"], "asked"), "a") as file:
-                print(context, told, file=file)
+                print(context, variable, file=file)
         return message.put_data(number)
 
     def handle_batch(self, batcher, messages, batch_info, context):
@@ -69,7 +69,7 @@ def test_child_process_callbacks_read_connections_and_variables(tmp_path):
     }
     home = made_home(home_of(ROOT, "airflow-test-asking"))
     env = airflow_env(home=home, dags=tmp_path / "dags", port=free_port(), settings=settings)
-    name = f"asked_{uuid.uuid4().hex}"  # the database is that of the last time
+    name = f"asked_{uuid.uuid4().hex}"  # the database is reused
     env |= {"ASKING_FOLDER": str(tmp_path), "ASKING_NAME": name}
     with (
         SqliteQueue(tmp_path / "queue.db", "numbers") as queue,
@@ -85,12 +85,12 @@ def test_child_process_callbacks_read_connections_and_variables(tmp_path):
             {"connection_id": name, "conn_type": "generic", "host": "asked.example"},
         )
 
-        # When two runs are tried once each
+        # When each of two runs is tried once
         states = [
             airflow.wait_for_run("asking", airflow.trigger("asking"), timeout=200) for _ in range(2)
         ]
 
-        # Then the first dies of it, and the second has its child ask, and handles all others
+        # Then the first fails, and the second queries Airflow in a child, and handles all others
         assert states == ["failed", "success"]
         depth = queue.depth()
         assert (depth.ready, depth.delayed, depth.leased, depth.dead) == (0, 0, 0, 1)

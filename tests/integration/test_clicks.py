@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
 
 
 def _on_every_broker() -> Iterator[object]:
-    """The embedded queue always; what needs a server, if there is time."""
+    """Yields each user action on each broker; those that need a server are slow."""
     for broker in SERVERS:
         for click in CLICKS:
             if broker in click.brokers:
@@ -26,16 +26,16 @@ def _on_every_broker() -> Iterator[object]:
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
     """The Airflow of a broker, one for all of its clicks."""
-    here: dict[str, World] = {}
+    started: dict[str, World] = {}
     with ExitStack() as stack:
 
         def world(broker: str) -> World:
-            if broker not in here:
+            if broker not in started:
                 stack.close()
-                here.clear()
+                started.clear()
                 folder = tmp_path_factory.mktemp(f"clicks-{broker}")
-                here[broker] = stack.enter_context(world_of(broker, folder))
-            return here[broker]
+                started[broker] = stack.enter_context(world_of(broker, folder))
+            return started[broker]
 
         yield world
 

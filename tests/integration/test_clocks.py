@@ -134,9 +134,9 @@ def check(
         others,
         BroadwayBatcherOperator(task_id="late", batcher="default", processed=[reference], **kwargs),
     )
-    looked = run(others, BroadwayAckSensor(task_id="ack", watch=["process", "late"], **kwargs))
+    settled = run(others, BroadwayAckSensor(task_id="ack", watch=["process", "late"], **kwargs))
 
-    assert looked["acked"] == looked["received"] == 20
+    assert settled["acked"] == settled["received"] == 20
     assert left() == 0
 
 
@@ -150,11 +150,11 @@ def s3():
 def test_reading_a_buckets_clock_costs_two_requests(s3):
     store = s3.store(s3.root())
     host = SystemClock()
-    store.clock(60.0, host)  # the root is made
+    store.clock(60.0, host)  # creates the root
     with s3.counted() as requests:
-        judged = store.clock(60.0, host)
-        assert abs((judged.now() - host.now()).total_seconds()) < 0.001
+        adjusted = store.clock(60.0, host)
+        assert abs((adjusted.now() - host.now()).total_seconds()) < 0.001
     assert requests.total() == 2
 
-    judged = store.clock(60.0, StoreClock(host, -600.0))
-    assert abs((judged.now() - host.now()).total_seconds()) < 2.0
+    adjusted = store.clock(60.0, StoreClock(host, -600.0))
+    assert abs((adjusted.now() - host.now()).total_seconds()) < 2.0

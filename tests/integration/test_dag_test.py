@@ -28,10 +28,10 @@ pytestmark = pytest.mark.airflow
 NO_DELAY = {"retries": 0, "retry_delay": timedelta(0)}
 
 
-def dag_of(pipeline: Any, **given: Any) -> DAG:
-    """Its Dag, without retries unless given."""
-    given.setdefault("default_args", NO_DELAY)
-    dag: DAG = pipeline.dag("puppets", **given)
+def dag_of(pipeline: Any, **options: Any) -> DAG:
+    """Returns its Dag, by default without retries."""
+    options.setdefault("default_args", NO_DELAY)
+    dag: DAG = pipeline.dag("puppets", **options)
     return dag
 
 
@@ -83,14 +83,14 @@ def test_another_airflows_run_keeps_its_messages_until_its_lease_lapses(world, c
     assert world.run(unwatched).state == "success"
     world.numbers(range(3, 5))
 
-    # Another Airflow with the same Dag and staging folder takes what is ready
+    # Another Airflow with the same Dag and staging folder receives the ready messages
     world.patch.setenv("AIRFLOW__BROADWAY__DEPLOYMENT", "green")
     ran = world.run(dag_of(Puppets))
     assert ran.totals == {"received": 2, "acked": 2, "accounted": 2}
     assert world.depth == (0, 0, 3, 0)
     assert "another Airflow ('blue'" in caplog.text
 
-    # The one that opened them knows that their run is over
+    # In the first Airflow their run is known to be over
     world.patch.setenv("AIRFLOW__BROADWAY__DEPLOYMENT", "blue")
     assert world.run(dag_of(Puppets)).totals["received"] == 3
     assert world.depth == (0, 0, 0, 0)
@@ -169,7 +169,7 @@ def test_a_dry_run_receives_nothing_and_leaves_no_trace(world):
     assert Puppets.calls == []
     assert world.depth == (15, 0, 0, 0)
     # And a run without form values works as usual
-    ran = world.run(dag_of(Puppets))  # parsed anew, as every task does
+    ran = world.run(dag_of(Puppets))  # parsed again, as in every task
     assert ran.totals == {"received": 15, "acked": 15, "accounted": 15}
 
 
@@ -194,7 +194,7 @@ def test_two_mapped_producers_share_the_queue(world):
     assert ran.state == "success"
     assert ran.xcom("process", 0)["received"] == 20
     assert ran.xcom("process", 1)["received"] == 20
-    # Batches are made of both.
+    # Batches have messages of both.
     assert [len(call[3]) for call in Puppets.calls] == [10, 10, 10, 10]
     assert ran.totals == {"received": 40, "acked": 40, "accounted": 40}
     assert len(ran.report["generations"]) == 2
@@ -233,7 +233,7 @@ def test_connections_come_from_a_secrets_backend(world, monkeypatch):
     monkeypatch.setenv("AIRFLOW__SECRETS__BACKEND", back_end)
     kwargs = json.dumps({"connections_file_path": str(secrets)})
     monkeypatch.setenv("AIRFLOW__SECRETS__BACKEND_KWARGS", kwargs)
-    # A process keeps its back ends: other tests must not get this one.
+    # A process caches its back ends: other tests must not use this one.
     monkeypatch.setattr("airflow.sdk.configuration._secrets_backend_cache", {})
 
     ran = world.run(dag_of(Puppets))
@@ -276,7 +276,7 @@ def test_an_invalid_rendered_option_fails_before_the_first_receive(world):
 # ---------------------------------------------------------------------------- failures of callbacks
 
 
-def test_failures_are_retried_then_dead_letters_with_reason_stage_and_attempt(world):
+def test_failures_are_retried_then_dead_lettered_with_reason_stage_and_attempt(world):
     world.send(
         {"n": 1, "process": "fail"},
         {"n": 2, "process": "raise"},
@@ -286,7 +286,7 @@ def test_failures_are_retried_then_dead_letters_with_reason_stage_and_attempt(wo
         {"n": 6},
     )
 
-    # Given one run, after which what failed waits for another
+    # Given one run, after which failed messages wait for another
     first = world.run(dag_of(Puppets))
     assert first.state == "success"
     assert first.totals == {
@@ -294,10 +294,10 @@ def test_failures_are_retried_then_dead_letters_with_reason_stage_and_attempt(wo
     }  # fmt: skip
     assert world.depth == (5, 0, 0, 0)
 
-    # When the next run comes
+    # When the next run begins
     second = world.run(dag_of(Puppets))
 
-    # Then what failed once has succeeded, and the rest is out of attempts
+    # Then messages that failed once have succeeded, and the rest is out of attempts
     assert second.totals == {
         "received": 5, "failed": 3, "acked": 2, "dead_lettered": 3, "accounted": 5
     }  # fmt: skip
@@ -341,8 +341,8 @@ def test_a_pipeline_without_batchers_settles_in_its_process_task(world):
     assert world.depth == (0, 0, 0, 1)
 
 
-class Ending(Puppets):
-    """Something ends the task at the message 7, each batch holding four."""
+class TaskKiller(Puppets):
+    """Terminates the task at message 7, in batches of four."""
 
     by: ClassVar[str] = ""
     processors = Processors(concurrency=1, max_demand=4)
@@ -362,11 +362,11 @@ class Ending(Puppets):
 
 @pytest.mark.parametrize("by", ["SIGTERM", "an execution_timeout", "an interrupt"])
 def test_a_terminated_single_task_run_leaves_its_report(world, monkeypatch, by):
-    monkeypatch.setattr(Ending, "by", by)
+    monkeypatch.setattr(TaskKiller, "by", by)
     world.numbers(range(12))
     with DAG("one_task", schedule=None) as dag:
         BroadwayRunOperator(
-            task_id="all", pipeline=Ending, retries=0, execution_timeout=timedelta(seconds=60.0)
+            task_id="all", pipeline=TaskKiller, retries=0, execution_timeout=timedelta(seconds=60.0)
         )
 
     ran = world.run(dag)
@@ -435,7 +435,7 @@ def test_a_failed_process_task_releases_and_its_retry_receives(world, monkeypatc
 
     assert ran.state == "success"
     assert ran.tries["process[0]"] == 2
-    # Two executions, of which the first gave everything back: the sum counts both.
+    # Two executions, of which the first released everything: the sum counts both.
     assert ran.totals == {"received": 16, "acked": 8, "released": 8, "accounted": 16}
     assert world.depth == (0, 0, 0, 0)
 
@@ -446,11 +446,11 @@ def test_a_retried_batcher_runs_only_batches_without_outcome(world, monkeypatch)
     record = OpenBatch.record
     left = [2]
 
-    def failing(self: OpenBatch, **given: Any) -> Any:
+    def failing(self: OpenBatch, **fields: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
             raise OSError("no room")
-        return record(self, **given)
+        return record(self, **fields)
 
     monkeypatch.setattr(OpenBatch, "record", failing)
     ran = world.run(dag_of(Puppets, default_args={"retries": 1, "retry_delay": timedelta(0)}))
@@ -464,7 +464,7 @@ def test_a_retried_batcher_runs_only_batches_without_outcome(world, monkeypatch)
     assert ran.totals == {"received": 25, "acked": 25, "accounted": 25}
 
 
-def test_a_batcher_that_fails_for_good_loses_nothing_and_fails_the_run(world, monkeypatch):
+def test_a_permanently_failing_batcher_loses_nothing_and_fails_the_run(world, monkeypatch):
     world.numbers(range(8))
     monkeypatch.setattr(OpenBatch, "record", _raise_no_room)
 
@@ -485,8 +485,8 @@ def test_hold_failed_keeps_the_lease_then_releases(world, monkeypatch):
 
     is_on = Hold.is_on
 
-    def watched(self: Any, *given: Any) -> bool:
-        waiting: bool = is_on(self, *given)
+    def watched(self: Any, *args: Any) -> bool:
+        waiting: bool = is_on(self, *args)
         if waiting:
             numbers.append(world.queue.depth().leased)
         return waiting
@@ -524,7 +524,7 @@ def test_a_backfill_is_refused_before_connecting(world, monkeypatch):
     assert world.depth == (3, 0, 0, 0)
 
 
-# ------------------------------------------------------------------------- what callbacks may know
+# ------------------------------------------------------------------------- the context of callbacks
 
 
 def test_callbacks_see_the_run_and_the_result_of_setup(world):
@@ -536,8 +536,8 @@ def test_callbacks_see_the_run_and_the_result_of_setup(world):
     assert names == {"setup", "handle_message", "handle_batch", "handle_failed"}
     assert {(run.dag_id, run.run_id) for _, run, _ in Puppets.runs} == {("puppets", ran.run_id)}
     assert {run.params["max_messages"] for _, run, _ in Puppets.runs} == {2}
-    [instants] = {(run.data_interval_start, run.logical_date) for _, run, _ in Puppets.runs}
-    assert [instant and instant.utcoffset() for instant in instants] == [timedelta(0)] * 2
+    [timestamps] = {(run.data_interval_start, run.logical_date) for _, run, _ in Puppets.runs}
+    assert [timestamp and timestamp.utcoffset() for timestamp in timestamps] == [timedelta(0)] * 2
     contexts = [context for name, _, context in Puppets.runs if name != "setup"]
     assert contexts == [{"given": {"shop": "fruit"}, "run_id": ran.run_id}] * len(contexts)
 
@@ -593,10 +593,10 @@ def _fail_once(patch: pytest.MonkeyPatch, path: str) -> None:
     method = getattr(owner, name)
     called: list[bool] = []
 
-    def once(*given: Any, **named: Any) -> Any:
+    def once(*args: Any, **kwargs: Any) -> Any:
         if not called:
             called.append(True)
             raise OSError("no room")
-        return method(*given, **named)
+        return method(*args, **kwargs)
 
     patch.setattr(owner, name, once)

@@ -55,7 +55,7 @@ class InPostgres(Sums):
 
 
 @pytest.mark.parametrize("point", [PUBLISHED._replace(moment="before"), PUBLISHED], ids=str)
-def test_rows_stand_once_where_a_settlement_at_rabbitmq_dies(
+def test_each_dead_letter_has_one_row_after_a_crash_in_settlement_at_rabbitmq(
     place: Place, server: PostgreSQL, tmp_path: Path, point: Point
 ) -> None:
     import psycopg
@@ -87,7 +87,7 @@ def test_rows_stand_once_where_a_settlement_at_rabbitmq_dies(
 
     first = run(1)
     with psycopg.connect(**address, user="airflow", dbname="airflow") as session:
-        # Given a table that lacks a column, and then the one of the documentation
+        # Given a table that lacks a column, and then the documentation's table
         session.execute("CREATE TABLE dead_letters (message_id text)")
         session.commit()
         with pytest.raises(SinkError, match='column "payload" of relation "dead_letters" does not'):
@@ -99,7 +99,7 @@ def test_rows_stand_once_where_a_settlement_at_rabbitmq_dies(
         check_table(first.staged, first.pipeline, connections)
         place.send(*(b"%d" % number for number in TEN))
 
-        # When a settlement dies, and the next run repeats it
+        # When a settlement crashes, and the next run repeats it
         first.batch(first.process())
         dies(first.ack, point)
         second = run(2)
@@ -109,11 +109,11 @@ def test_rows_stand_once_where_a_settlement_at_rabbitmq_dies(
         second.ack()
 
         # Then each dead letter has one row, though RabbitMQ may have it twice
-        found = session.execute(
+        rows = session.execute(
             "SELECT payload_text::int, payload, reason, received_at <= settled_at FROM dead_letters"
             " ORDER BY 1"
         ).fetchall()
     reasons = {5: "five", 7: "seven", 10: "five"}
-    assert found == [(n, b"%d" % n, reasons[n], True) for n in DEAD]
+    assert rows == [(n, b"%d" % n, reasons[n], True) for n in DEAD]
     with closing(place.producer().dead_letters(place.env())) as letters:
         assert {int(letter.body) for letter in letters.letters()} == {*DEAD}

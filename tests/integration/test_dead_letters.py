@@ -1,4 +1,4 @@
-"""Dead letters at real brokers: what is theirs alone; the rest is ``DeadLettersContract``."""
+"""Dead letters at real brokers: specific behaviour; the rest is ``DeadLettersContract``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.broker
 DEAD = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: why", "process")
 
 
-def listed(
+def list_dead_letters(
     letters: DeadLetters, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Any:
-    """The second letter, and how many there are of each reason, as the page asks for them."""
+    """Lists the second dead letter, and the number of each reason, as the page does."""
     patch.setattr(
         "airflow_broadway.cli.dead_letters._open_dead_letters", lambda args: nullcontext(letters)
     )
@@ -36,8 +36,8 @@ def listed(
 # -- RabbitMQ --------------------------------------------------------------------------------------
 
 
-def test_requeued_rabbitmq_letters_keep_route_headers_and_properties(place):
-    # Given a message that came by an exchange, and died
+def test_requeued_rabbitmq_dead_letters_keep_route_headers_and_properties(place):
+    # Given a message from an exchange, as a dead letter
     exchange = f"{place.name}-shop"
     with place.channel() as channel:
         channel.exchange_declare(exchange, "topic")
@@ -52,12 +52,12 @@ def test_requeued_rabbitmq_letters_keep_route_headers_and_properties(place):
     }
     [first], _ = place.settle("g1", {0: DEAD}, **options)
 
-    # When it is looked at, and sent back
+    # When it is listed, and requeued
     with closing(place.producer().dead_letters(place.env())) as letters:
         [letter] = letters.letters()
         moved = letters.requeue()
 
-    # Then it was shown as it came, and comes as it did
+    # Then it was listed with its route, and is redelivered with it
     assert (letter.properties["exchange"], letter.properties["routing_key"]) == (
         exchange,
         "orders.eu.created",
@@ -73,7 +73,7 @@ def test_requeued_rabbitmq_letters_keep_route_headers_and_properties(place):
 
 
 def test_rabbitmqs_own_dead_letters_are_recognized_by_x_death(undeclared):
-    # Given a queue whose dead letters the broker itself sets aside: they bear no mark
+    # Given a queue whose dead letters the broker itself routes, without our headers
     dead = f"{undeclared.name}-graves"
     undeclared.server.declare(dead, **{"x-queue-type": "quorum"})
     undeclared.declare(**{"x-dead-letter-exchange": "", "x-dead-letter-routing-key": dead})
@@ -86,20 +86,24 @@ def test_rabbitmqs_own_dead_letters_are_recognized_by_x_death(undeclared):
     url = f"http://127.0.0.1:{undeclared.server.management_port}"
     env = undeclared.env(login="guest", password="guest", extra={"management_url": url})
     with closing(undeclared.producer(dead_letter=dead, uri=None).dead_letters(env)) as letters:
-        one, two = letters.letters()
-        moved = letters.requeue(Choice(ids=frozenset({one.message_id})))
+        first, second = letters.letters()
+        moved = letters.requeue(Choice(ids=frozenset({first.message_id})))
         left = list(letters.letters())
 
-    assert {one.body, two.body} == {b"one", b"two"}
-    assert one.message_id != two.message_id
-    assert (one.reason, one.origin, one.died_at is not None) == ("rejected", undeclared.name, True)
-    assert (moved.count, [message.body for message in left]) == (1, [two.body])
+    assert {first.body, second.body} == {b"one", b"two"}
+    assert first.message_id != second.message_id
+    assert (first.reason, first.origin, first.died_at is not None) == (
+        "rejected",
+        undeclared.name,
+        True,
+    )
+    assert (moved.count, [message.body for message in left]) == (1, [second.body])
     [again], _ = undeclared.hold("g1", dead_letter=dead, metadata=["exchange", "routing_key"])
-    assert (again.data, again.redelivered) == (one.body, True)
+    assert (again.data, again.redelivered) == (first.body, True)
     assert again.metadata["routing_key"] == undeclared.name
 
 
-def test_letters_that_cannot_be_requeued_stay_with_a_reason(place):
+def test_dead_letters_that_cannot_be_requeued_stay_with_a_reason(place):
     place.send(b"a", b"b")
     place.settle("g1", {0: DEAD, 1: DEAD})
     with place.channel() as channel:
@@ -109,7 +113,7 @@ def test_letters_that_cannot_be_requeued_stay_with_a_reason(place):
         moved = letters.requeue()
 
         assert moved.count == 0
-        assert all("NO_ROUTE" in why for why in moved.refused.values())
+        assert all("NO_ROUTE" in reason for reason in moved.refused.values())
         assert len(moved.refused) == letters.count() == 2
 
 
@@ -121,12 +125,12 @@ def test_a_dead_letter_exchange_needs_the_queues_name(place):
         assert letters.place == f"queue {place.name!r}"
 
 
-def test_rabbitmq_letters_are_counted_listed_and_returned(place, monkeypatch, capsys):
+def test_rabbitmq_dead_letters_are_counted_listed_and_requeued(place, monkeypatch, capsys):
     place.send(b"1", b"2", b"3")
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
 
     with closing(place.producer().dead_letters(place.env())) as letters:
-        listing = listed(letters, monkeypatch, capsys)
+        listing = list_dead_letters(letters, monkeypatch, capsys)
         assert letters.count() == 3
 
     assert (listing["total"], listing["matching"], listing["whole"]) == (3, 3, True)
@@ -135,19 +139,19 @@ def test_rabbitmq_letters_are_counted_listed_and_returned(place, monkeypatch, ca
 
 
 @pytest.mark.parametrize("look", ["list", "delete", "requeue"])
-def test_rabbitmq_letters_are_back_before_the_channel_is_seen_closed(place, monkeypatch, look):
+def test_rabbitmq_dead_letters_are_requeued_before_a_late_channel_close(place, monkeypatch, look):
     place.send(b"1", b"2", b"3")
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
     chosen = Choice(reason="nothing like it")
-    open_still: list[ConnectionThread] = []
+    open_connections: list[ConnectionThread] = []
 
-    def stays(connection: ConnectionThread) -> None:
-        open_still.append(connection)
+    def stay_open(connection: ConnectionThread) -> None:
+        open_connections.append(connection)
 
     letters = place.producer().dead_letters(place.env())
     with monkeypatch.context() as slow:
-        # Given a broker that is slow to notice: as if nothing closed
-        slow.setattr(ConnectionThread, "close", stays)
+        # Given a broker that detects a closed channel late: as if nothing closed
+        slow.setattr(ConnectionThread, "close", stay_open)
         slow.setattr(Channel, "close", lambda self: None)
 
         if look == "list":
@@ -156,16 +160,16 @@ def test_rabbitmq_letters_are_back_before_the_channel_is_seen_closed(place, monk
             assert getattr(letters, look)(chosen).count == 0
 
         assert letters.count() == 3
-    for connection in open_still:
+    for connection in open_connections:
         connection.close()
 
 
 @pytest.mark.parametrize(
     ("late", "within", "counted"),
     [(4, 60.0, [2, 2, 2, 2, 5]), (9, 0.0, [2, 2])],
-    ids=["put back late", "got by others"],
+    ids=["requeued late", "received by others"],
 )
-def test_browsing_rabbitmq_letters_waits_until_they_are_counted_again(
+def test_browsing_rabbitmq_dead_letters_waits_until_they_are_counted_again(
     place, monkeypatch, late, within, counted
 ):
     place.send(b"1", b"2", b"3", b"4", b"5")
@@ -173,65 +177,65 @@ def test_browsing_rabbitmq_letters_waits_until_they_are_counted_again(
     call, counts = Channel.call, list[int]()
 
     def slow(channel: Channel, name: str, *rest: Any, **arguments: Any) -> Any:
-        answer = call(channel, name, *rest, **arguments)
+        response = call(channel, name, *rest, **arguments)
         if name == "queue_declare":
             if len(counts) < late:
-                answer.method.message_count = 2
-            counts.append(answer.method.message_count)
-        return answer
+                response.method.message_count = 2
+            counts.append(response.method.message_count)
+        return response
 
     monkeypatch.setattr(channels, "_REQUEUE_TIMEOUT", within)
     with closing(place.producer().dead_letters(place.env())) as letters:
-        sent = letters.letters()
+        listing = letters.letters()
         for _ in range(3):
-            next(sent)
-        # Given a queue that requeues letters late, or never
+            next(listing)
+        # Given a queue that requeues dead letters late, or never
         monkeypatch.setattr(Channel, "call", slow)
 
-        assert isinstance(sent, Generator)
-        sent.close()
+        assert isinstance(listing, Generator)
+        listing.close()
 
     assert counts == counted
 
 
 @pytest.mark.parametrize("act", ["delete", "requeue"])
-def test_acknowledged_rabbitmq_letters_are_not_waited_for(place, monkeypatch, act):
+def test_acknowledged_rabbitmq_dead_letters_are_not_waited_for(place, monkeypatch, act):
     place.send(b"1", b"2", b"3", b"4", b"5")
-    other = DEAD._replace(reason="KeyError: other")
-    place.settle("g1", {0: DEAD, 1: other, 2: DEAD, 3: other, 4: DEAD})
+    other_verdict = DEAD._replace(reason="KeyError: other")
+    place.settle("g1", {0: DEAD, 1: other_verdict, 2: DEAD, 3: other_verdict, 4: DEAD})
     call, counts = Channel.call, list[int]()
 
-    def noted(channel: Channel, name: str, *rest: Any, **arguments: Any) -> Any:
-        answer = call(channel, name, *rest, **arguments)
+    def record_count(channel: Channel, name: str, *rest: Any, **arguments: Any) -> Any:
+        response = call(channel, name, *rest, **arguments)
         if name == "queue_declare":
-            counts.append(answer.method.message_count)
-        return answer
+            counts.append(response.method.message_count)
+        return response
 
     monkeypatch.setattr(channels, "_REQUEUE_TIMEOUT", 60.0)
     with closing(place.producer().dead_letters(place.env())) as letters:
-        monkeypatch.setattr(Channel, "call", noted)
+        monkeypatch.setattr(Channel, "call", record_count)
 
         assert getattr(letters, act)(Choice(reason="KeyError")).count == 2
 
-    # All are there, all are got; those that stay are back
+    # All are ready, all are received; the remaining ones are requeued
     assert (counts[0], counts[1], counts[-1], counts.count(3)) == (5, 0, 3, 1)
 
 
 # -- Kafka -----------------------------------------------------------------------------------------
 
 
-def died(group: KafkaGroup, **about: Any) -> None:
+def dead_letter_one(group: KafkaGroup, **fields: Any) -> None:
     producer = group.kafka.producer()
-    producer.produce(group.topic, b"body", b"key", **about)
+    producer.produce(group.topic, b"body", b"key", **fields)
     producer.flush(30)
     lease, [message] = group.hold("g1")
     group.settle(lease, [message], {message.message_id: DEAD})
 
 
-def test_requeued_kafka_letters_keep_partition_key_and_headers(kafka_mock, tmp_path):
+def test_requeued_kafka_dead_letters_keep_partition_key_and_headers(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
     own: list[Any] = [("trace", b"\xff"), ("none", None)]
-    died(group, headers=own, partition=0)
+    dead_letter_one(group, headers=own, partition=0)
 
     with closing(group.producer().dead_letters(group.env("letters"))) as letters:
         [letter] = letters.letters()
@@ -250,20 +254,20 @@ def test_requeued_kafka_letters_keep_partition_key_and_headers(kafka_mock, tmp_p
     assert (again.redelivered, again.attempt) == (True, 1)
 
 
-def test_kafka_letters_are_counted_and_listed(kafka_mock, tmp_path, monkeypatch, capsys):
+def test_kafka_dead_letters_are_counted_and_listed(kafka_mock, tmp_path, monkeypatch, capsys):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
-    died(group, partition=0)
+    dead_letter_one(group, partition=0)
 
     with closing(group.producer().dead_letters(group.env("letters"))) as letters:
-        listing = listed(letters, monkeypatch, capsys)
+        listing = list_dead_letters(letters, monkeypatch, capsys)
 
     assert (listing["total"], listing["matching"], listing["whole"]) == (1, 1, True)
     assert (listing["reasons"][0]["count"], listing["letters"]) == (1, [])
 
 
-def test_requeueing_kafka_letters_needs_staging(kafka_mock, tmp_path):
+def test_requeueing_kafka_dead_letters_needs_staging(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
-    died(group, partition=0)
+    dead_letter_one(group, partition=0)
     group.staging = None
     with closing(group.producer().dead_letters(group.env("letters"))) as letters:
         assert letters.count() == len(list(letters.letters())) == 1

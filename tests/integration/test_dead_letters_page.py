@@ -24,7 +24,7 @@ LETTERS = "/broadway/dags/real_letters/pipelines/Puppets/dead-letters"
 
 
 def dag_of() -> DAG:
-    # Which queue it is, only a task knows.
+    # The queue's name is rendered only in a task.
     pipeline = Puppets(producer={"queue": "{{ 'pup' ~ 'pets' }}", "retry": {"max_attempts": 1}})
     dag: DAG = pipeline.dag("real_letters", default_args={"retry_delay": timedelta(0)})
     return dag
@@ -32,61 +32,61 @@ def dag_of() -> DAG:
 
 @pytest.fixture
 def site(world):
-    """The pages over the world's staging root, after a run that set two messages aside."""
+    """The pages over the world's staging root, after a run that dead-lettered two messages."""
     world.numbers(range(2), process="fail")
     world.numbers(range(2, 4))
     ran = world.run(dag_of())
     assert ran.totals["dead_lettered"] == 2
     world.staging.mkdir(exist_ok=True)
-    with mounted(world.staging, world.patch) as made:
-        yield made
+    with mounted(world.staging, world.patch) as mounted_site:
+        yield mounted_site
 
 
 def act(browser: Browser, action: str, **fields: Any) -> str:
-    """Confirm an action, as the page before has asked for it."""
+    """Confirms an action, as the previous page requested it."""
     user = SimpleAuthManagerUser(username="user", role="USER")
     token = make_token(user, browser.cookies[BROWSER_COOKIE])
-    sent = {CSRF_FIELD: token, "confirmed": "yes", **fields}
-    answer = browser.post(f"{LETTERS}/{action}", data=sent)
-    assert answer.status_code == 200, answer.text
-    return str(answer.text)
+    form = {CSRF_FIELD: token, "confirmed": "yes", **fields}
+    response = browser.post(f"{LETTERS}/{action}", data=form)
+    assert response.status_code == 200, response.text
+    return str(response.text)
 
 
-def moved(world: World) -> Ran:
-    """Runs what the page has just triggered, as a scheduler does: with the conf of its run."""
+def run_triggered(world: World) -> Ran:
+    """Runs the page's triggered run, as a scheduler does: with its conf."""
     with create_session() as session:
-        wanted = select(DagRun).where(
+        query = select(DagRun).where(
             DagRun.dag_id == "real_letters", DagRun.state == DagRunState.QUEUED
         )
-        [run] = session.scalars(wanted).all()
+        [run] = session.scalars(query).all()
         conf = dict(run.conf or {})
         session.delete(run)
     return world.run(dag_of(), conf=conf)
 
 
-def test_letters_are_listed_shown_requeued_and_deleted(world, site):
-    # Given a pipeline of which only a task knows the queue, and two letters
+def test_dead_letters_are_listed_shown_requeued_and_deleted_on_the_page(world, site):
+    # Given a pipeline whose queue's name is rendered only in a task, and two dead letters
     first = world.queue.dead_letters(limit=None)[0].message_id
     browser = site.browser("USER")
     assert "reported by run" in browser.get(LETTERS).text
     assert first not in browser.get(LETTERS).text
 
-    # Where brokers may be asked they are listed, by reason, and one is shown
+    # With access to brokers they are listed, by reason, and one is shown
     world.patch.setenv("AIRFLOW__BROADWAY__ASK_BROKERS", "True")
-    listed = browser.get(LETTERS)
-    assert listed.status_code == 200, listed.text
-    assert "2 in queue &#39;puppets&#39;" in listed.text
-    assert first in listed.text
+    response = browser.get(LETTERS)
+    assert response.status_code == 200, response.text
+    assert "2 in queue &#39;puppets&#39;" in response.text
+    assert first in response.text
     assert "&#34;process&#34;: &#34;fail&#34;" in browser.get(f"{LETTERS}/{first}").text
 
-    # When one is sent back, the run of the page handles it, and it fails again
+    # When one is requeued, the run of the page handles it, and it fails again
     act(browser, "requeue", scope="marked", chosen=[first])
-    assert moved(world).totals["received"] == 1
+    assert run_triggered(world).totals["received"] == 1
     assert len(world.queue.dead_letters(limit=None)) == 2
 
-    # When all that a filter finds are deleted, the run of the page receives nothing
+    # When all that match a filter are deleted, the run of the page receives nothing
     world.numbers(range(9, 10))
     act(browser, "delete", scope="all", stage="process")
-    moved(world)
+    run_triggered(world)
     assert world.queue.dead_letters(limit=None) == []
     assert world.depth == (1, 0, 0, 0)

@@ -1,6 +1,6 @@
 """``make demo``, from the flights to the report, which is compared with the files it leaves.
 
-The numbers of each run stand here as they are in the data, counted by hand and not by the demo.
+The expected numbers of each run were counted in the data by hand, not by the demo.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.airflow, pytest.mark.spark]
 
 
 @dataclass(frozen=True)
-class Counted:
+class ExpectedCounts:
     """The expected counts of some flights, from the file's first one on.
 
     :param delayed: By airport.
@@ -48,18 +48,18 @@ class Counted:
         return self.flights - self.never_departed
 
 
-JANUARY = Counted(27_004, 521, 21_565, {"EWR": 2_336, "JFK": 1_480, "LGA": 1_102})
-EVERY = Counted(336_776, 8_255, 257_747, {"EWR": 28_942, "JFK": 22_650, "LGA": 19_182})
+JANUARY = ExpectedCounts(27_004, 521, 21_565, {"EWR": 2_336, "JFK": 1_480, "LGA": 1_102})
+WHOLE_YEAR = ExpectedCounts(336_776, 8_255, 257_747, {"EWR": 28_942, "JFK": 22_650, "LGA": 19_182})
 
 
 @dataclass
-class Finished:
+class DemoResult:
     """A demo that has ended."""
 
     code: int
     text: str
     folder: Path
-    of: Counted = EVERY
+    expected: ExpectedCounts = WHOLE_YEAR
 
     @property
     def report(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Finished:
 
 
 def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
-    # One home for all tests here: its database is made once.
+    # One home for all tests here: its database is created once.
     home = made_home(home_of(ROOT, "airflow-test-demo"))
     return subprocess.Popen(
         [
@@ -92,13 +92,13 @@ def start(folder: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def run(folder: Path, *arguments: str, **env: str) -> Finished:
+def run(folder: Path, *arguments: str, **env: str) -> DemoResult:
     process = start(folder, *arguments, **env)
     try:
         text, _ = process.communicate(timeout=800)
     finally:
         end(process)
-    return Finished(process.returncode, text, folder)
+    return DemoResult(process.returncode, text, folder)
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -126,18 +126,18 @@ def test_the_demo_commits_to_a_delta_table(tmp_path):
     scope="module",
     params=[
         pytest.param(JANUARY, id="january"),
-        pytest.param(EVERY, id="every flight", marks=pytest.mark.slow),
+        pytest.param(WHOLE_YEAR, id="every flight", marks=pytest.mark.slow),
     ],
 )
 def demo(request, tmp_path_factory):
-    of: Counted = request.param
-    some = [] if of is EVERY else ["--messages", str(of.flights)]
-    return replace(run(tmp_path_factory.mktemp("flights") / "demo", *some), of=of)
+    expected: ExpectedCounts = request.param
+    arguments = [] if expected is WHOLE_YEAR else ["--messages", str(expected.flights)]
+    return replace(run(tmp_path_factory.mktemp("flights") / "demo", *arguments), expected=expected)
 
 
 @pytest.mark.timeout(900)
 class TestFlights:
-    """The first month, and all of the year as ``make demo`` has it."""
+    """The first month, and the whole year, as in ``make demo``."""
 
     def test_the_demo_succeeds(self, demo):
         assert demo.code == 0, demo.text
@@ -146,19 +146,19 @@ class TestFlights:
     def test_the_output_has_every_departed_flight_once(self, demo):
         rows = demo.rows("message_id")
 
-        assert rows.num_rows == demo.of.rows
-        assert pc.count_distinct(rows["message_id"]).as_py() == demo.of.rows
+        assert rows.num_rows == demo.expected.rows
+        assert pc.count_distinct(rows["message_id"]).as_py() == demo.expected.rows
 
     def test_flights_are_routed_by_delay_and_grouped_by_airport(self, demo):
         rows = demo.rows("batcher", "origin", "dep_delay")
         delayed = rows.filter(pc.field("dep_delay") > 15)
 
-        assert rows.num_rows - delayed.num_rows == demo.of.on_time
+        assert rows.num_rows - delayed.num_rows == demo.expected.on_time
         assert set(delayed["batcher"].to_pylist()) == {"delayed"}
-        assert Counter(delayed["origin"].to_pylist()) == demo.of.delayed
+        assert Counter(delayed["origin"].to_pylist()) == demo.expected.delayed
         assert Counter(rows["batcher"].to_pylist()) == {
-            "delayed": sum(demo.of.delayed.values()),
-            "on_time": demo.of.on_time,
+            "delayed": sum(demo.expected.delayed.values()),
+            "on_time": demo.expected.on_time,
         }
 
     def test_departure_is_schedule_and_delay(self, demo):
@@ -170,10 +170,10 @@ class TestFlights:
     def test_the_report_queries_the_table(self, demo):
         rows = demo.rows("origin", "batcher", "hour", "dep_delay").to_pylist()
 
-        assert sum(result["flights"] for result in demo.report["results"]) == demo.of.rows
+        assert sum(result["flights"] for result in demo.report["results"]) == demo.expected.rows
         for result in demo.report["results"]:
             own = [row for row in rows if row["origin"] == result["airport"]]
-            assert result["delayed"] == demo.of.delayed[result["airport"]]
+            assert result["delayed"] == demo.expected.delayed[result["airport"]]
             late = [row["dep_delay"] for row in own if row["hour"] == result["worst_hour"]]
             assert result["worst_hour_mean_delay"] == round(sum(late) / len(late), 1)
 
@@ -182,10 +182,10 @@ class TestFlights:
 
         assert len(commits) == sum(result["batches"] for result in demo.report["batchers"].values())
 
-    def test_flights_that_never_departed_are_dead_letters_and_only_they(self, demo):
+    def test_only_flights_that_never_departed_are_dead_letters(self, demo):
         letters = demo.queue.dead_letters(limit=None)
 
-        assert len(letters) == demo.of.never_departed
+        assert len(letters) == demo.expected.never_departed
         assert {letter.reason for letter in letters} == {"never departed"}
         assert {letter.attempt for letter in letters} == {1}
         assert all(json.loads(letter.body)["dep_delay"] is None for letter in letters)
@@ -199,25 +199,25 @@ class TestFlights:
     def test_the_report_accounts_for_every_message(self, demo):
         report = demo.report
 
-        assert report["received"] == demo.of.flights
-        assert report["failed"] == demo.of.never_departed
-        assert sum(report["sum"].values()) == demo.of.flights
-        assert report["sum"]["acked"] == demo.of.rows
-        assert report["sum"]["dead_lettered"] == demo.of.never_departed
+        assert report["received"] == demo.expected.flights
+        assert report["failed"] == demo.expected.never_departed
+        assert sum(report["sum"].values()) == demo.expected.flights
+        assert report["sum"]["acked"] == demo.expected.rows
+        assert report["sum"]["dead_lettered"] == demo.expected.never_departed
         for result in report["batchers"].values():
             assert sum(result["triggers"].values()) == result["batches"]
 
     def test_the_report_is_printed(self, demo):
         for words in (
             "received",
-            f"{demo.of.flights:,}",
+            f"{demo.expected.flights:,}",
             "dead lettered",
-            f"{demo.of.never_departed:,}",
+            f"{demo.expected.never_departed:,}",
             "messages/s",
             "Try next",
         ):
             assert words in demo.text
-        # A process's output that is no terminal has no colours, and no line drawn over.
+        # Output that is not a terminal has no colours, and no redrawn lines.
         assert "\x1b" not in demo.text
 
 
@@ -248,11 +248,11 @@ def test_ctrl_c_leaves_no_process_behind(interrupted):
     assert code == 130
     assert "Stopping Airflow" in text
     assert "Traceback" not in text
-    assert [process for process in family if _lives(process)] == []
+    assert [process for process in family if _is_alive(process)] == []
 
 
-def _lives(process: psutil.Process) -> bool:
-    # One whose parent is gone waits for the machine's first process to take note of its end.
+def _is_alive(process: psutil.Process) -> bool:
+    # An orphan is a zombie until the machine's first process reaps it.
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -183,8 +183,8 @@ def site(tmp_path_factory):
             },
         )
         # Only the back end has connections and credentials.
-        known = ("AIRFLOW_CONN_", "AWS_")
-        env = {name: value for name, value in env.items() if not name.startswith(known)}
+        prefixes = ("AIRFLOW_CONN_", "AWS_")
+        env = {name: value for name, value in env.items() if not name.startswith(prefixes)}
         airflow = LocalAirflow(env, folder / "logs")
         result = Site(airflow, folder, repository, bucket)
         result.commit(1)
@@ -205,36 +205,36 @@ def test_a_run_keeps_the_version_of_its_bundle_in_the_spark_driver_too(site):
     queue = site.queue("orders")
     queue.send([str(folder).encode()])
 
-    # Given a run of the first version in mid-process, and a second version that Airflow has parsed
+    # Given a run of the first version in its process task, and a second version already parsed
     run_id = airflow.trigger("orders")
     eventually((folder / "begun").exists, PATIENCE)
     second = site.commit(2)
     eventually(lambda: airflow.wait_for_dag("orders")["bundle_version"] == second, PATIENCE)
 
-    # When it goes on
+    # When the run continues
     (folder / "go").touch()
     assert airflow.wait_for_run("orders", run_id, timeout=PATIENCE) == "success"
 
-    # Then all of it is of the first version, and its driver's log is in the bucket
+    # Then all its tasks use the first version, and its driver's log is in the bucket
     assert airflow.dag_run("orders", run_id)["bundle_version"] == first
     assert json.loads((folder / "versions.json").read_text()) == {"process": 1, "driver": 1}
     assert "Spark application" in site.log("orders", run_id, "broadway.handle_batches")
     assert sum(queue.depth()[:4]) == 0
 
-    # The next run is of the second
+    # The next run uses the second
     folder = site.make_folder("second")
     (folder / "go").touch()
     queue.send([str(folder).encode()])
     assert airflow.wait_for_run("orders", airflow.trigger("orders"), timeout=PATIENCE) == "success"
     assert json.loads((folder / "versions.json").read_text()) == {"process": 2, "driver": 2}
 
-    # So is the command line
+    # So does the command line
     command = ["airflow-broadway", "depth", "--pipeline", "shop.pipelines:Orders", "--json"]
-    answer = subprocess.run(command, env=airflow.env, capture_output=True, text=True, check=True)
-    assert json.loads(answer.stdout)
+    done = subprocess.run(command, env=airflow.env, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)
 
 
-def test_a_sensor_that_waits_for_a_slot_says_so_and_no_message_is_lost(site):
+def test_a_sensor_that_waits_for_a_slot_logs_its_pool_and_loses_no_message(site):
     airflow = site.airflow
     folder = site.make_folder("occupied")
     queue = site.queue("late")
@@ -247,11 +247,11 @@ def test_a_sensor_that_waits_for_a_slot_says_so_and_no_message_is_lost(site):
     # Then the batch task settles
     eventually(lambda: sum(queue.depth()[:4]) == 0, PATIENCE)
 
-    # When the sensor gets one after a quarter of the lease
+    # When the sensor gets a slot after a quarter of the lease
     time.sleep(25)
     (folder / "go").touch()
 
     # Then its log names the pool
     assert airflow.wait_for_run("late", run_id, timeout=PATIENCE) == "success"
-    says = "s for a slot (pool 'acks') and renewed no lease meanwhile"
-    eventually(lambda: says in site.log("late", run_id, "broadway.ack"), PATIENCE)
+    warning = "s for a slot (pool 'acks') and renewed no lease meanwhile"
+    eventually(lambda: warning in site.log("late", run_id, "broadway.ack"), PATIENCE)

@@ -1,4 +1,4 @@
-"""A dry run at real brokers, from the look to the report; what it takes is counted from outside."""
+"""A dry run at real brokers, from the look to the report; its receives are counted from outside."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tests.sqs_server import Connections as SqsConnections
 
 
 class Orders(Broadway):
-    """Fails the messages that ask for it."""
+    """Fails the messages with the body ``bad``."""
 
     producer: Any = RabbitMQProducer(queue="replaced")
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        return message.failed("told to fail") if message.data == b"bad" else message
+        return message.failed("the body is bad") if message.data == b"bad" else message
 
 
 class Queue(NamedTuple):
     """A queue with five messages.
 
-    :param left: How many messages are ready and held there, by the broker itself.
-    :param untouched: Whether the next message was never handed out.
+    :param left: Returns the broker's own counts of ready and held messages.
+    :param untouched: Returns whether the next message was never delivered.
     """
 
     pipeline: Orders
@@ -77,8 +77,8 @@ def at_sqs(folder: Path) -> Queue:
     pipeline.producer = SqsProducer(queue_url=url)
 
     def untouched() -> bool:
-        got = client.receive_message(QueueUrl=url, AttributeNames=["ApproximateReceiveCount"])
-        return str(got["Messages"][0]["Attributes"]["ApproximateReceiveCount"]) == "1"
+        response = client.receive_message(QueueUrl=url, AttributeNames=["ApproximateReceiveCount"])
+        return str(response["Messages"][0]["Attributes"]["ApproximateReceiveCount"]) == "1"
 
     return Queue(pipeline, SqsConnections(server.url), lambda: server.depth(url)[:2], untouched)
 
@@ -91,17 +91,17 @@ class Run:
         self.ports = Ports(connections=queue.connections, is_over=lambda _: True)
         self.staged = StagedRun(store, pipeline="Orders", dag_id="d", run_id=run_id)
         self.source = source
-        self.given: dict[str, Any] = {
+        self.options: dict[str, Any] = {
             "budget": Budget(max_messages=3, max_seconds=60.0),
             "source": source,
         }
         self.task = Task(dag_id="d", run_id=run_id, task_id="process")
 
     def look(self) -> dict[str, Any]:
-        return DryRun(self.staged, self.pipeline, self.task, self.ports, **self.given).run()
+        return DryRun(self.staged, self.pipeline, self.task, self.ports, **self.options).run()
 
     def work(self) -> dict[str, Any]:
-        task = ProcessTask(self.staged, self.pipeline, self.task, self.ports, **self.given)
+        task = ProcessTask(self.staged, self.pipeline, self.task, self.ports, **self.options)
         return task.run()[0]
 
     def ack(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_a_dry_run_counts_what_the_next_run_receives(tmp_path, broker):
     queue = broker(tmp_path)
     store = Store.open(f"file://{tmp_path}/staging")
 
-    # When a run only looks
+    # When a dry run looks at the queue
     dry = Run(queue, store, "dry", RunSource())
     result = dry.look()["look"]
     report = dry.ack()
@@ -130,10 +130,10 @@ def test_a_dry_run_counts_what_the_next_run_receives(tmp_path, broker):
     assert "The queue: 5 ready" in text
     assert "A run now would take 3 messages at most (max_messages=3" in text
     assert report["totals"]["received"] == 0
-    # And the broker has handed out none
+    # And the broker has delivered none
     assert queue.left() == (5, 0)
 
-    # And a run takes so many
+    # And the next run receives as many
     run = Run(queue, store, "run", RunSource())
     assert run.work()["received"] == 3
     assert run.ack()["totals"]["received"] == 3
@@ -141,7 +141,7 @@ def test_a_dry_run_counts_what_the_next_run_receives(tmp_path, broker):
     assert queue.untouched()
 
 
-def test_a_dry_run_of_dead_letters_leaves_them_where_they_are(tmp_path):
+def test_a_dry_run_of_dead_letters_moves_none(tmp_path):
     # Given a dead letter at RabbitMQ
     queue = at_rabbitmq(tmp_path)
     store = Store.open(f"file://{tmp_path}/staging")

@@ -1,7 +1,7 @@
 """January 2013 of the flights, backfilled by Airflow's own command through a real scheduler.
 
-``DAYS=31 make test-all ARGS="-k test_flights_backfill"`` is the whole month; three days stand for
-it unless told otherwise.
+``DAYS=31 make test-all ARGS="-k test_flights_backfill"`` is the whole month; the default is three
+days.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ def test_every_day_is_correct_after_every_backfill(tmp_path):
     queue, output = tmp_path / "queue.db", tmp_path / "rows"
 
     with airflow_of(tmp_path) as airflow:
-        # Given live runs that took them in an order that no clock knows
-        with SqliteQueue(queue, "flights") as opened:
-            load(opened, sent)
-        for most in (len(sent) // 2, None):
-            live(airflow, **({} if most is None else {"max_messages": most}))
+        # Given live runs that received them in random order
+        with SqliteQueue(queue, "flights") as flights_queue:
+            load(flights_queue, sent)
+        for max_messages in (len(sent) // 2, None):
+            live(airflow, **({} if max_messages is None else {"max_messages": max_messages}))
         assert written(output) == rows_of(sent)
 
-        # When the days are backfilled, two at a time, next to a live run, and one cannot be read
-        with SqliteQueue(queue, "flights") as opened:
-            load(opened, late)
+        # When the days are backfilled, two at a time, next to a live run, and one is unreadable
+        with SqliteQueue(queue, "flights") as flights_queue:
+            load(flights_queue, late)
         with damaged(tmp_path / "staging", last):
-            begin(airflow, "2013-01-01", last, "--max-active-runs", "2")
+            backfill(airflow, "2013-01-01", last, "--max-active-runs", "2")
             run = airflow.trigger(DAG)
             assert airflow.wait_for_run(DAG, run, timeout=900) == "success"
             runs = wait_for_backfill(airflow, DAYS)
 
-        # Then that day fails and has the rows that it had; no row of the others is lost
+        # Then that day fails and keeps its rows; no row of the others is lost
         failed = {run["dag_run_id"] for run in runs if run["state"] == "failed"}
         assert {day_of(run) for run in runs if run["dag_run_id"] in failed} == {last}
         backfilled = {run["dag_run_id"] for run in runs}
@@ -67,23 +67,25 @@ def test_every_day_is_correct_after_every_backfill(tmp_path):
             row for day in rows_of(sent).values() for row in day
         }
 
-        # And it alone is run again where what failed is asked for, and none where none is
+        # And it alone is run again with ``failed``, and no day with ``none``
         for behavior, expected in (("failed", failed), ("none", set())):
-            before = began(runs)
-            begin(airflow, "2013-01-01", last, "--reprocess-behavior", behavior)
+            before = starts(runs)
+            backfill(airflow, "2013-01-01", last, "--reprocess-behavior", behavior)
             runs = wait_for_backfill(airflow, DAYS)
             assert {run["state"] for run in runs} == {"success"}
-            assert {run for run, when in began(runs).items() if when != before[run]} == expected
+            assert {run for run, date in starts(runs).items() if date != before[run]} == expected
         assert written(output)[last] == truth[last]
 
-        # And once more all of them backwards, over runs that ended well
-        begin(airflow, "2013-01-01", last, "--run-backwards", "--reprocess-behavior", "completed")
+        # And all successful runs are run again backwards with ``completed``
+        backfill(
+            airflow, "2013-01-01", last, "--run-backwards", "--reprocess-behavior", "completed"
+        )
         runs = wait_for_backfill(airflow, DAYS)
         assert {run["state"] for run in runs} == {"success"}
         assert {run["dag_run_id"] for run in runs} == backfilled
         assert written(output) == truth
 
-        # And a past run is run again, as it was
+        # And a past run is repeated, as it was
         again = airflow.trigger(DAG, {"source": "run", "source_run": min(backfilled)})
         assert airflow.wait_for_run(DAG, again, timeout=300) == "success"
         assert written(output) == truth
@@ -91,20 +93,20 @@ def test_every_day_is_correct_after_every_backfill(tmp_path):
 
 @contextmanager
 def damaged(staging: Path, day: str) -> Iterator[None]:
-    """A file of a day of the archive cannot be read meanwhile."""
+    """Damages a file of one day of the archive meanwhile."""
     path = min(staging.glob(f"KeptFlights/_archive/date={day}/hour=*/*.parquet"))
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
     yield
-    path.write_bytes(whole)
+    path.write_bytes(content)
 
 
 def day_of(run: dict[str, Any]) -> str:
     return str(run["data_interval_start"])[:10]
 
 
-def began(runs: list[dict[str, Any]]) -> dict[str, str]:
-    """When each run began, the last time."""
+def starts(runs: list[dict[str, Any]]) -> dict[str, str]:
+    """Returns the latest start of each run."""
     return {run["dag_run_id"]: str(run["start_date"]) for run in runs}
 
 
@@ -130,10 +132,10 @@ def live(airflow: LocalAirflow, **params: Any) -> None:
     assert airflow.wait_for_run(DAG, run, timeout=900) == "success"
 
 
-def begin(airflow: LocalAirflow, start: str, end: str, *more: str) -> None:
+def backfill(airflow: LocalAirflow, start: str, end: str, *more: str) -> None:
     dates = ("--from-date", start, "--to-date", end)
     command = ("airflow", "backfill", "create", "--dag-id", DAG, *dates, *more)
-    # Airflow's own database is SQLite here.  The command makes a month of runs slowly, fails when
+    # Airflow's own database is SQLite here.  The command creates a month of runs slowly, fails when
     # another run writes meanwhile, and leaves or removes its files.
     writers = ("scheduler", "dag-processor")
     for name in writers:
@@ -148,22 +150,22 @@ def begin(airflow: LocalAirflow, start: str, end: str, *more: str) -> None:
 
 
 def wait_for_backfill(airflow: LocalAirflow, days: int) -> list[dict[str, Any]]:
-    """The backfill's runs, once all are over."""
+    """Waits until the backfill's runs are over; returns them."""
 
     def runs() -> list[dict[str, Any]]:
         response = airflow.api("GET", f"/dags/{DAG}/dagRuns", run_type="backfill", limit=100)
         dag_runs: list[dict[str, Any]] = response["dag_runs"]
         return dag_runs
 
-    def over() -> bool:
+    def is_over() -> bool:
         done = [run for run in runs() if run["state"] in ("success", "failed")]
-        return len(done) == days and not _open(airflow)
+        return len(done) == days and not _is_open(airflow)
 
-    eventually(over, timeout=3600)
+    eventually(is_over, timeout=3600)
     return runs()
 
 
-def _open(airflow: LocalAirflow) -> bool:
-    """Whether a backfill has not come to its end."""
+def _is_open(airflow: LocalAirflow) -> bool:
+    """Returns whether a backfill is not completed."""
     response = airflow.api("GET", "/backfills", dag_id=DAG)
     return any(backfill["completed_at"] is None for backfill in response["backfills"])

@@ -1,7 +1,7 @@
-"""Letters that a foreign sender publishes straight to a pipeline's place for dead letters.
+"""Dead letters that a foreign sender publishes directly to a pipeline's dead-letter queue.
 
-A letter's headers are its sender's text.  None of them sends a body into a queue that is no source
-of the pipeline, and none makes a forged letter one that was named.
+A dead letter's headers are its sender's text.  They cannot route a body into a queue that is not a
+source of the pipeline, and they cannot give a forged dead letter the id of another one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def by_body(letters: DeadLetters) -> dict[bytes, DeadLetter]:
     return {letter.body: letter for letter in letters.letters()}
 
 
-def named(*ids: str) -> Choice:
+def choose(*ids: str) -> Choice:
     return Choice(ids=frozenset(ids))
 
 
@@ -74,7 +74,7 @@ def deaths(queue: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("by_death", [False, True], ids=["x-broadway-queue", "x-death"])
-def test_a_rabbitmq_letter_cannot_choose_its_destination(place, victim, by_death):
+def test_a_forged_rabbitmq_dead_letter_cannot_choose_its_destination(place, victim, by_death):
     place.send(b"real")
     place.settle("g1", {0: DEAD})
     headers = deaths(victim) if by_death else {"x-broadway-queue": victim}
@@ -88,13 +88,13 @@ def test_a_rabbitmq_letter_cannot_choose_its_destination(place, victim, by_death
         assert place.server.depth(victim) == 0
         with pytest.raises(ProducerError, match=STAYS):
             raise ProducerError(refusal(moved, evil))
-        # An operator who moves it can name a destination.
+        # An operator can requeue it to a named destination.
         assert letters.requeue(to=place.name).count == 1
     again, _ = place.hold("g2")
     assert sorted(message.data for message in again) == [b"evil", b"real"]
 
 
-def test_a_rabbitmq_letter_cannot_take_another_id(place):
+def test_a_forged_rabbitmq_dead_letter_cannot_take_another_id(place):
     place.send(b"real")
     [message], _ = place.settle("g1", {0: DEAD})
     properties, body = place.first(place.queues.dead)
@@ -104,21 +104,21 @@ def test_a_rabbitmq_letter_cannot_take_another_id(place):
     with closing(place.producer().dead_letters(place.env())) as letters:
         listing = by_body(letters)
         assert listing[b"evil"].original_id == listing[b"real"].original_id == message.message_id
-        assert letters.requeue(named(listing[b"real"].message_id)).count == 1
+        assert letters.requeue(choose(listing[b"real"].message_id)).count == 1
         assert list(by_body(letters)) == [b"evil"]
-        assert letters.delete(named(message.message_id)).count == 0
+        assert letters.delete(choose(message.message_id)).count == 0
 
 
 def test_shared_dead_letters_are_requeued_to_declared_sources_only(place, victim):
-    other = f"{place.name}-other"
-    place.server.declare(other)
+    other_queue = f"{place.name}-other"
+    place.server.declare(other_queue)
     dead = f"{place.name}-graves"
     place.server.declare(dead)
-    for queue in (other, victim):
+    for queue in (other_queue, victim):
         forge(place, dead, queue.encode(), {"x-broadway-queue": queue})
     forge(place, dead, b"silent", {})
     kwargs: dict[str, Any] = {"dead_letter": dead, "uri": None}
-    producers = [place.producer(**kwargs), place.producer(**kwargs, queue=other)]
+    producers = [place.producer(**kwargs), place.producer(**kwargs, queue=other_queue)]
 
     url = f"http://127.0.0.1:{place.server.management_port}"
     env = place.env(login="guest", password="guest", extra={"management_url": url})
@@ -127,13 +127,13 @@ def test_shared_dead_letters_are_requeued_to_declared_sources_only(place, victim
         moved = letters.requeue()
 
     assert moved.count == 1
-    assert (place.server.depth(other), place.server.depth(victim)) == (1, 0)
+    assert (place.server.depth(other_queue), place.server.depth(victim)) == (1, 0)
     silent = moved.refused[listing[b"silent"].message_id]
-    assert f"its origin is unknown, one of {place.name}, {other}" in silent
+    assert f"its origin is unknown, one of {place.name}, {other_queue}" in silent
     assert silent.endswith("name the destination with --to")
 
 
-def test_refused_letters_do_not_reach_the_delivery_limit(place, victim):
+def test_refused_dead_letters_do_not_reach_the_delivery_limit(place, victim):
     dead = f"{place.name}-graves"
     place.server.declare(dead, **{"x-queue-type": "quorum", "x-delivery-limit": 3})
     forge(place, dead, b"of another pipeline", {"x-broadway-queue": victim})
@@ -171,7 +171,7 @@ def sqs(monkeypatch):
     return Sqs(wanted_sqs())
 
 
-def test_an_sqs_letter_cannot_choose_its_destination(sqs):
+def test_a_forged_sqs_dead_letter_cannot_choose_its_destination(sqs):
     sqs.forge("native")
     sqs.forge("evil", broadway_queue=sqs.victim.rpartition("/")[2])
     sqs.forge("url", broadway_queue=sqs.victim)
@@ -180,14 +180,14 @@ def test_an_sqs_letter_cannot_choose_its_destination(sqs):
         moved = letters.requeue()
         assert (moved.count, len(moved.refused)) == (1, 2)
         assert (sqs.ready(sqs.source), sqs.ready(sqs.victim)) == (1, 0)
-        for why in moved.refused.values():
+        for reason in moved.refused.values():
             with pytest.raises(ProducerError, match=STAYS):
-                raise ProducerError(why)
+                raise ProducerError(reason)
         assert letters.requeue(to=sqs.source).count == 2
     assert (sqs.ready(sqs.source), sqs.ready(sqs.victim)) == (3, 0)
 
 
-def test_an_sqs_letter_cannot_take_another_id(sqs):
+def test_a_forged_sqs_dead_letter_cannot_take_another_id(sqs):
     sqs.forge("real", broadway_message_id="m-1")
     with closing(sqs.letters()) as letters:
         real = by_body(letters)[b"real"]
@@ -195,9 +195,9 @@ def test_an_sqs_letter_cannot_take_another_id(sqs):
         sqs.forge("twin", broadway_message_id="m-1")
         assert len(by_body(letters)) == 3
 
-        unmoved = letters.delete(named("m-1"))
+        unmoved = letters.delete(choose("m-1"))
         assert (unmoved.count, list(unmoved.refused)) == (0, ["m-1"])
-        moved = letters.requeue(named(real.message_id))
+        moved = letters.requeue(choose(real.message_id))
 
         assert (moved.count, moved.unknown, dict(moved.refused)) == (1, (), {})
         assert sorted(by_body(letters)) == [b"evil", b"twin"]
@@ -208,7 +208,7 @@ def test_an_sqs_letter_cannot_take_another_id(sqs):
 # -- Kafka -----------------------------------------------------------------------------------------
 
 
-def forged(group: KafkaGroup, body: bytes, topic: str, partition: int, offset: int) -> None:
+def forge_record(group: KafkaGroup, body: bytes, topic: str, partition: int, offset: int) -> None:
     producer = group.kafka.producer()
     headers: list[Any] = [
         ("__connect.errors.topic", topic.encode()),
@@ -219,7 +219,7 @@ def forged(group: KafkaGroup, body: bytes, topic: str, partition: int, offset: i
     producer.flush(30)
 
 
-def test_a_kafka_letter_cannot_choose_destination_or_id(kafka_mock, tmp_path):
+def test_a_forged_kafka_dead_letter_cannot_choose_destination_or_id(kafka_mock, tmp_path):
     group = KafkaGroup(kafka_mock, tmp_path, order="none")
     victim = kafka_mock.topic()
     producer = kafka_mock.producer()
@@ -227,16 +227,16 @@ def test_a_kafka_letter_cannot_choose_destination_or_id(kafka_mock, tmp_path):
     producer.flush(30)
     lease, [message] = group.hold("g1")
     group.settle(lease, [message], {message.message_id: DEAD})
-    forged(group, b"twin", group.topic, 0, 0)
-    forged(group, b"evil", victim, 0, 0)
+    forge_record(group, b"twin", group.topic, 0, 0)
+    forge_record(group, b"evil", victim, 0, 0)
 
     with closing(group.producer().dead_letters(group.env("letters"))) as letters:
         listing = by_body(letters)
         assert listing[b"real"].original_id == listing[b"twin"].original_id == message.message_id
-        real = named(listing[b"real"].message_id)
+        real = choose(listing[b"real"].message_id)
         assert letters.requeue(real).count == 1
         assert sorted(by_body(letters)) == [b"evil", b"twin"]
-        moved = letters.requeue(named(listing[b"evil"].message_id))
+        moved = letters.requeue(choose(listing[b"evil"].message_id))
 
     with pytest.raises(ProducerError, match=STAYS):
         raise ProducerError(refusal(moved, listing[b"evil"]))
@@ -246,7 +246,7 @@ def test_a_kafka_letter_cannot_choose_destination_or_id(kafka_mock, tmp_path):
 # -- the embedded queue ----------------------------------------------------------------------------
 
 
-def test_sqlite_letters_return_to_their_own_file_only(tmp_path):
+def test_sqlite_dead_letters_are_requeued_to_their_own_file_only(tmp_path):
     path = str(tmp_path / "q.db")
     with SqliteQueue(path, "orders") as queue:
         queue.send([b"an order"])

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.airflow, pytest.mark.broker, pytest.mark.slow, pytest.
 DAGS = ROOT / "tests" / "integration" / "pipelines" / "backfilled"
 #: The hours of the backfill; a message's body has its hour, and its number in that.
 HOURS = 3
-OF_AN_HOUR = 40
+PER_HOUR = 40
 START = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta(hours=6)
 
 
@@ -34,12 +34,12 @@ def kafka(tmp_path):
 
 
 def fill(kafka: ApacheKafka) -> None:
-    """Messages of each hour, and of those around: a little out of order, in both partitions."""
+    """Sends messages of each hour, and of those around: slightly disordered, in both partitions."""
     sender = kafka.producer()
     for hour in range(-1, HOURS + 1):
-        for number in range(OF_AN_HOUR):
+        for number in range(PER_HOUR):
             swapped = number ^ 1
-            at = START + timedelta(hours=hour, seconds=swapped * 3600 / OF_AN_HOUR)
+            at = START + timedelta(hours=hour, seconds=swapped * 3600 / PER_HOUR)
             sender.produce(
                 "hours",
                 b"%d" % (100 * hour + swapped),
@@ -51,7 +51,7 @@ def fill(kafka: ApacheKafka) -> None:
 
 def handled(folder: Path, run_id: str) -> list[tuple[int, int]]:
     lines = (folder / f"{run_id}.handled").read_text().splitlines()
-    return sorted((int(number), int(again)) for number, again in map(str.split, lines))
+    return sorted((int(number), int(redelivered)) for number, redelivered in map(str.split, lines))
 
 
 def test_a_backfill_reads_its_interval_next_to_a_live_run(kafka, tmp_path):
@@ -71,25 +71,25 @@ def test_a_backfill_reads_its_interval_next_to_a_live_run(kafka, tmp_path):
         connect(airflow, kafka)
         airflow.wait_for_dag("backfilled")
         airflow.pause("backfilled", False)
-        # Given a live run that has messages in hand
+        # Given a live run that holds messages
         live = airflow.trigger("backfilled")
         eventually((tmp_path / "live").exists, timeout=180)
 
-        # When the hours are run again
+        # When the hours are backfilled
         backfill(airflow, START, START + timedelta(hours=HOURS - 1))
         runs = [run_of(airflow, START + timedelta(hours=hour)) for hour in range(HOURS)]
         states = [airflow.wait_for_run("backfilled", run, timeout=300) for run in runs]
 
-        # Then each has read its own, once, and the group does not know of it
+        # Then each run has read its own hour once, and the group's offsets are unchanged
         assert states == ["success"] * HOURS
         for hour, run in enumerate(runs):
-            assert handled(tmp_path, run) == [(100 * hour + n, 0) for n in range(OF_AN_HOUR)]
+            assert handled(tmp_path, run) == [(100 * hour + n, 0) for n in range(PER_HOUR)]
         assert {offset for offset, _ in kafka.committed("backfilled", "hours").values()} == {0}
 
-        # And the live run gets all of it
+        # And the live run receives all messages
         (tmp_path / "release").touch()
         assert airflow.wait_for_run("backfilled", live, timeout=300) == "success"
-    everything = [100 * hour + n for hour in range(-1, HOURS + 1) for n in range(OF_AN_HOUR)]
+    everything = [100 * hour + n for hour in range(-1, HOURS + 1) for n in range(PER_HOUR)]
     assert handled(tmp_path, live) == [(number, 0) for number in everything]
     ends = {number: end for number, (_, end) in kafka.watermarks("hours").items()}
     committed = kafka.committed("backfilled", "hours")
@@ -109,10 +109,10 @@ def backfill(airflow: LocalAirflow, first: datetime, last: datetime) -> None:
 
 
 def run_of(airflow: LocalAirflow, hour: datetime) -> str:
-    """The backfill's run of an hour, once it is there."""
+    """Waits for the backfill's run of an hour; returns its id."""
     names: list[str] = []
 
-    def there() -> bool:
+    def exists() -> bool:
         runs = airflow.api("GET", "/dags/backfilled/dagRuns", run_type="backfill")["dag_runs"]
         names[:] = [
             run["dag_run_id"]
@@ -121,12 +121,12 @@ def run_of(airflow: LocalAirflow, hour: datetime) -> str:
         ]
         return bool(names)
 
-    eventually(there, timeout=120)
+    eventually(exists, timeout=120)
     return names[0]
 
 
 def connect(airflow: LocalAirflow, kafka: ApacheKafka) -> None:
-    """Makes the connection as the form does, and presses its test button."""
+    """Creates the connection as the form does, and tests it as its button does."""
     from airflow.providers.apache.kafka.hooks.base import KafkaBaseHook
 
     form = KafkaBaseHook.get_ui_field_behaviour()
@@ -139,6 +139,6 @@ def connect(airflow: LocalAirflow, kafka: ApacheKafka) -> None:
     }
     tested = airflow.api("POST", "/connections/test", body)
     assert tested["status"] is True, tested
-    nobody = {**body, "extra": json.dumps({"bootstrap.servers": "127.0.0.1:1"})}
-    assert airflow.api("POST", "/connections/test", nobody)["status"] is False
+    unreachable = {**body, "extra": json.dumps({"bootstrap.servers": "127.0.0.1:1"})}
+    assert airflow.api("POST", "/connections/test", unreachable)["status"] is False
     airflow.api("POST", "/connections", body)

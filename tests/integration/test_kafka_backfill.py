@@ -79,18 +79,18 @@ def test_the_messages_of_an_interval_are_counted_and_none_is_read(kafka, tmp_pat
 
     assert group.producer().count_interval(env) == 4
     assert group.committed() == {}
-    # And of one that is not over nothing is said that would not be true later
+    # And an interval that is not over is refused: its count would change later
     late = dataclasses.replace(env, interval=(low, datetime.now(UTC) + timedelta(hours=1)))
     with pytest.raises(ProducerError, match="is not over yet"):
         group.producer().count_interval(late)
 
 
 @on_apache_kafka
-def test_slightly_disordered_timestamps_are_found(kafka, tmp_path):
+def test_messages_with_slightly_disordered_timestamps_are_read(kafka, tmp_path):
     group = Backfill(kafka, tmp_path, lateness=300.0)
     group.send([0, 12, 22, 19, 9, 24, 15, 26, 13])
 
-    # 26 is later than the lateness: what comes behind it is not looked for
+    # 26 exceeds the lateness: later offsets are not read
     assert group.bodies() == ["12", "19", "15"]
     again = Backfill(kafka, tmp_path / "other", lateness=3_600.0)
     again.topic = group.topic
@@ -130,11 +130,11 @@ def test_failed_messages_wait_until_the_run_is_cleared(kafka, tmp_path):
 
     assert report == SettleReport(acked=2, requeued=1)
     assert report.halted == 1
-    # Another backfill, of another run, knows nothing of it
-    other = Backfill(kafka, tmp_path, order="none")
-    other.topic, other.group, other.run_id = group.topic, group.group, "backfill__2"
-    assert len(other.bodies()) == 3
-    # The same run again takes what is left
+    # A backfill of another run is not affected
+    other_run = Backfill(kafka, tmp_path, order="none")
+    other_run.topic, other_run.group, other_run.run_id = group.topic, group.group, "backfill__2"
+    assert len(other_run.bodies()) == 3
+    # The same run, repeated, receives the remaining message
     [again] = group.drain()
     assert (again.data, again.attempt, again.redelivered) == (b"11", 2, True)
     assert group.bodies() == []

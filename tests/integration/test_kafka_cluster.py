@@ -29,7 +29,7 @@ def cluster(tmp_path):
         server.kill()
 
 
-def test_one_of_three_brokers_is_killed_and_nothing_is_lost(cluster, tmp_path):
+def test_killing_one_of_three_brokers_loses_nothing(cluster, tmp_path):
     group = KafkaGroup(cluster, tmp_path, partitions=3)
     bodies = group.fill(300)
 
@@ -41,7 +41,7 @@ def test_one_of_three_brokers_is_killed_and_nothing_is_lost(cluster, tmp_path):
         messages = group.take(source, 150)
         leader = leaders()[0]
 
-        # When the leader of a partition dies in mid-run
+        # When the leader of a partition is killed during the run
         cluster.kill_node(leader)
         messages += group.take(source)
         source.stop()
@@ -49,14 +49,14 @@ def test_one_of_three_brokers_is_killed_and_nothing_is_lost(cluster, tmp_path):
     eventually(lambda: leader not in leaders(), timeout=120.0)
     dead = Verdict(Action.DEAD_LETTER, reason="Broken: no", stage="process")
 
-    # Then the run goes on, settles all that it holds, and the others keep its word
+    # Then the run continues and settles its messages, and the other brokers have its commits
     report = group.settle(lease, messages, {messages[0].message_id: dead})
     assert report == SettleReport(acked=299, dead_lettered=1)
     assert sorted(message.data for message in messages) == bodies
     assert group.committed() == {0: 100, 1: 100, 2: 100}
     assert cluster.bodies(group.letters) == [messages[0].data]
 
-    # And what comes later is received by a run with two brokers, then with three again
+    # And later messages are received with two brokers, then with three again
     group.fill(3, start=300)
     assert len(group.drain()) == 3
     cluster.run_node(leader)
@@ -64,10 +64,10 @@ def test_one_of_three_brokers_is_killed_and_nothing_is_lost(cluster, tmp_path):
     assert len(group.drain()) == 3
 
 
-def test_offsets_are_asked_of_the_new_leader_by_a_client_that_never_reached_the_old_one(
+def test_a_client_that_never_reached_the_old_leader_queries_offsets_at_the_new_one(
     cluster, tmp_path
 ):
-    # Given a dead leader of a partition, but the coordinator of the group, whose connection would
+    # Given a dead leader of a partition, other than the group's coordinator, whose connection would
     # make the client look for leaders
     group = KafkaGroup(cluster, tmp_path, partitions=3)
     group.fill(300)
@@ -82,7 +82,7 @@ def test_offsets_are_asked_of_the_new_leader_by_a_client_that_never_reached_the_
     )
     cluster.kill_node(leader)
 
-    # When other clients ask before there is another leader
+    # When other clients query its offsets before a new leader is elected
     place = (group.topic, number)
     with ThreadPoolExecutor() as pool, ExitStack() as stack:
         clients = [

@@ -1,4 +1,4 @@
-"""``dags/kafka_flights.py`` in a real Airflow, with a Kafka of its own: the demo's own truth."""
+"""``dags/kafka_flights.py`` in a real Airflow, with its own Kafka: the demo's counts."""
 
 from __future__ import annotations
 

@@ -55,23 +55,23 @@ def test_oldest_age_is_that_of_the_timestamp(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2, order="none")
     now = group.clock.now().timestamp()
 
-    def sent(age: float, partition: int) -> None:
+    def send(age: float, partition: int) -> None:
         sender = kafka.producer()
         sender.produce(group.topic, b"x", partition=partition, timestamp=round((now - age) * 1000))
         assert not sender.flush(30)
 
-    sent(9000.0, 0)
-    sent(8000.0, 1)
+    send(9000.0, 0)
+    send(8000.0, 1)
     assert depth(group).oldest_age == pytest.approx(9000.0, abs=60.0)
     lease, messages = group.hold()
     group.settle(lease, messages, {f"{group.topic}-1-0": RETRY})
-    assert depth(group).oldest_age is None  # none that a run could take
-    sent(7000.0, 0)
+    assert depth(group).oldest_age is None  # no message that a run could receive
+    send(7000.0, 0)
     group.hold()
 
-    # Then it is the first of the others
-    sent(5000.0, 0)
-    sent(4000.0, 1)
+    # Then it is the age of the first of the others
+    send(5000.0, 0)
+    send(4000.0, 1)
     assert depth(group).oldest_age == pytest.approx(5000.0, abs=60.0)
     group.clock.sleep(61.0)
     assert depth(group).oldest_age == pytest.approx(8061.0, abs=60.0)

@@ -37,13 +37,13 @@ def test_a_process_that_dies_before_an_open_transaction_holds_no_later_messages(
         sender.produce(group.topic, b"open")
     sender.flush(30)
 
-    # When a process dies that had the first ten in hand
+    # When a process dies that held the first ten
     source: Any = group.producer().source(group.env("dead"))
     assert len(group.take(source)) == 10
     source._cluster.close()
     group.clock.sleep(200.0)
 
-    # Then the next one gets them, though what may be read ends there, and the others unmarked
+    # Then the next one receives them though the readable log ends there, and the others unmarked
     again = group.drain()
     sender.commit_transaction(30)
     after = group.drain()
@@ -84,7 +84,7 @@ def test_staging_lost_during_a_run_loses_nothing_and_marks_all(kafka, tmp_path):
     assert (len(again), {m.redelivered for m in again}) == (8, {True})
 
 
-def made_anew(group: KafkaGroup, count: int) -> None:
+def recreate_topic(group: KafkaGroup, count: int) -> None:
     kafka = group.kafka
     kafka.delete_topic(group.topic)
     eventually(lambda: kafka.partitions(group.topic) == [])
@@ -96,16 +96,16 @@ def test_a_topic_recreated_after_a_run_is_detected_at_settlement(apache_kafka, t
     group = KafkaGroup(apache_kafka, tmp_path)
     lease, messages = group.hold(fill=10)
 
-    made_anew(group, 4)
+    recreate_topic(group, 4)
     report = group.settle(lease, messages, {messages[2].message_id: DEAD})
 
-    # Then what was handled is finished, and no letter has another message's body
+    # Then handled messages are finished, and no dead letter has another message's body
     assert (report.acked, report.dead_lettered, report.total) == (9, 1, 10)
     assert "was created again while a run held messages" in report.errors[0]
     assert group.committed() == {}
     [letter] = apache_kafka.read(group.letters)
     assert (letter.value(), body_of(letter)) == (None, "gone: the topic was created again")
-    # And no run reads on as if nothing had happened
+    # And no run continues to read the new topic
     with pytest.raises(ProducerError, match="was created again since the group"):
         group.drain()
     reset_offsets(group, "--to-earliest")
@@ -132,7 +132,7 @@ def test_a_topic_recreated_during_a_run_ends_it(apache_kafka, tmp_path):
     group.fill(10)
     with group.source() as source:
         assert len(group.take(source)) == 10
-        made_anew(group, 4)
+        recreate_topic(group, 4)
 
         with pytest.raises(Truncated, match="the topic was created again, or lost its tail"):
             eventually(lambda: source.receive(5, timeout=1.0))

@@ -1,4 +1,4 @@
-"""Where a run begins: by table and offset, and what is refused before anything is received."""
+"""A run's first offset: by table and committed offset, and refusals before the first receive."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def test_two_concurrent_sources_agree_on_the_start(kafka, tmp_path):
     group.fill(40)
 
     # When the first source has opened, and committed the offsets of its partitions
-    with group.source(index=0) as one, group.source(index=1) as two:
-        # Then the other's partitions are no new ones
-        assert group.take(one) == group.take(two) == []
+    with group.source(index=0) as first, group.source(index=1) as second:
+        # Then the second source's partitions are not new
+        assert group.take(first) == group.take(second) == []
         group.fill(8)
-        partitions = [set(_partitions_of(source, 4)) for source in (one, two)]
+        partitions = [set(_partitions_of(source, 4)) for source in (first, second)]
 
     assert partitions == [{0, 2}, {1, 3}]
 
 
 def _partitions_of(source: KafkaSource, number: int) -> list[int]:
-    """The partitions of so many messages: each receive returns with what has come."""
+    """Receives so many messages, in portions; returns their partitions."""
     partitions: list[int] = []
     while len(partitions) < number:
         messages = source.receive(number, timeout=10.0)
@@ -102,7 +102,7 @@ def test_an_added_partition_is_read_from_its_beginning(kafka, tmp_path):
     ]
 
 
-# ------------------------------------------------------------------------------- an offset is there
+# ------------------------------------------------------------------------------- an offset exists
 def test_a_plain_consumers_offsets_are_taken_over(kafka, group):
     group.fill(5)
     kafka.commit(group.group, group.topic, 0, 3, "of somebody")
@@ -142,7 +142,7 @@ def test_an_expired_offset_loses_nothing(kafka, tmp_path, caplog):
 
 
 def test_a_late_commit_of_an_earlier_run_redelivers_marked_messages(kafka, group, caplog):
-    # Given a settler that slept between its last look and its commit, until others had gone on
+    # Given a settler that slept between its last look and its commit, until others had continued
     lease, messages = group.hold(most=2, fill=5)
     group.settle(lease, messages)
     offset, mark = kafka.committed(group.group, group.topic)[0]
@@ -184,7 +184,7 @@ def test_a_reset_during_a_run_counts_and_lapses_its_messages(kafka, group):
     report = group.settle(lease, messages, {messages[0].message_id: DEAD})
 
     assert (report.acked, report.dead_lettered, report.lapsed) == (0, 0, 4)
-    assert kafka.bodies(group.letters) == []  # it comes again
+    assert kafka.bodies(group.letters) == []  # it is redelivered
     assert (
         "was reset from 6 to 2 while a run held its messages: the reset counts"
         in (report.errors[0])
@@ -300,68 +300,71 @@ def test_messages_held_from_another_staging_folder_are_spared_until_the_lease_la
 
 
 def test_two_staging_folders_begin_a_group_without_repetition(kafka, tmp_path):
-    # Given two that have opened before either has claimed anything
-    one = KafkaGroup(kafka, tmp_path / "one")
-    one.fill(300)
-    two = KafkaGroup(kafka, tmp_path / "two")
-    two.topic, two.letters, two.group = one.topic, one.letters, one.group
-    with one.source("first") as first, two.source("second") as second:
+    # Given two sources, both opened before the first claim
+    group_a = KafkaGroup(kafka, tmp_path / "one")
+    group_a.fill(300)
+    group_b = KafkaGroup(kafka, tmp_path / "two")
+    group_b.topic, group_b.letters, group_b.group = group_a.topic, group_a.letters, group_a.group
+    with group_a.source("first") as first, group_b.source("second") as second:
         # When both receive
-        batches = [one.take(first), two.take(second)]
+        batches = [group_a.take(first), group_b.take(second)]
         first.stop()
         second.stop()
-        reports = [one.settle(first.lease, batches[0]), two.settle(second.lease, batches[1])]
+        reports = [
+            group_a.settle(first.lease, batches[0]),
+            group_b.settle(second.lease, batches[1]),
+        ]
 
-    # Then the group's offset, which both commit with their marks, has decided
+    # Then the group's offset, which both commit with their marker, has decided
     assert [len(messages) for messages in batches] == [300, 0]
     assert [report.acked for report in reports] == [300, 0]
-    assert two.drain() == []
+    assert group_b.drain() == []
 
 
 def two_staging_folders(kafka: KafkaServer, folder: Path) -> tuple[KafkaGroup, KafkaGroup]:
-    """Two users of one group, each with a staging folder of its own; 30 of 60 messages are read."""
-    one = KafkaGroup(kafka, folder / "one")
-    one.fill(30)
-    one.drain()
-    one.fill(30)
-    two = KafkaGroup(kafka, folder / "two")
-    two.topic, two.letters, two.group = one.topic, one.letters, one.group
-    return one, two
+    """Returns two users of a group, each with its own staging folder; 30 of 60 messages read."""
+    group_a = KafkaGroup(kafka, folder / "one")
+    group_a.fill(30)
+    group_a.drain()
+    group_a.fill(30)
+    group_b = KafkaGroup(kafka, folder / "two")
+    group_b.topic, group_b.letters, group_b.group = group_a.topic, group_a.letters, group_a.group
+    return group_a, group_b
 
 
 def test_the_last_commit_of_two_staging_folders_counts(kafka, tmp_path, monkeypatch):
-    one, two = two_staging_folders(kafka, tmp_path)
-    with one.source("first") as first, two.source("second") as second:
-        # Given one that commits its claim when the other has looked, and not committed yet
+    group_a, group_b = two_staging_folders(kafka, tmp_path)
+    with group_a.source("first") as first, group_b.source("second") as second:
+        # Given a source that commits its claim after the other's look, and before its commit
         committed = Cluster.commit
         taken: list[Any] = []
 
         def late(self: Cluster, offsets: Any) -> None:
             if self is first._cluster and not taken:
-                taken.extend(two.take(second))
+                taken.extend(group_b.take(second))
             committed(self, offsets)
 
         monkeypatch.setattr(Cluster, "commit", late)
-        received = one.take(first)
+        received = group_a.take(first)
         monkeypatch.undo()
         first.stop()
         second.stop()
-        reports = [one.settle(first.lease, received), two.settle(second.lease, taken)]
+        reports = [group_a.settle(first.lease, received), group_b.settle(second.lease, taken)]
 
     # Then both have handled the messages, and one of the two reports it
     assert (len(received), len(taken)) == (30, 30)
     assert [(report.acked, report.lapsed) for report in reports] == [(30, 0), (0, 30)]
     assert "a run with another staging folder" in reports[1].errors[0]
-    assert one.committed() == {0: 60}
+    assert group_a.committed() == {0: 60}
 
 
 def test_an_overtaken_commit_delivers_nothing(kafka, tmp_path, monkeypatch):
-    # Given two that have both looked when the first commits its claim
-    one, two = two_staging_folders(kafka, tmp_path)
+    # Given two sources that have both looked when the first commits its claim
+    group_a, group_b = two_staging_folders(kafka, tmp_path)
     committed, looked, may_commit = Cluster.commit, threading.Event(), threading.Event()
-    with one.source("first") as first, two.source("second") as second:
+    with group_a.source("first") as first, group_b.source("second") as second:
         taken: list[Any] = []
-        other = threading.Thread(target=lambda: taken.extend(two.take(second)))
+        receiver = threading.Thread(target=lambda: taken.extend(group_b.take(second)))
 
         def commit(self: Cluster, offsets: Any) -> None:
             if self is second._cluster:
@@ -369,16 +372,16 @@ def test_an_overtaken_commit_delivers_nothing(kafka, tmp_path, monkeypatch):
                 assert may_commit.wait(60)
                 committed(self, offsets)
                 return
-            if not other.ident:
-                other.start()
+            if not receiver.ident:
+                receiver.start()
                 assert looked.wait(60)
             committed(self, offsets)
             may_commit.set()
-            other.join(60)
+            receiver.join(60)
 
-        # When the other commits before the first looks again
+        # When the second commits before the first looks again
         monkeypatch.setattr(Cluster, "commit", commit)
-        received = one.take(first)
+        received = group_a.take(first)
         monkeypatch.undo()
 
     # Then one of the two has the messages
@@ -402,7 +405,7 @@ def test_a_staging_folder_restored_from_backup_loses_and_repeats_nothing(kafka, 
     group.clock.sleep(200.0)
     again = group.drain()
 
-    # Then the offset in Kafka counts, and its metadata shows which messages were delivered
+    # Then the offset in Kafka counts, and its metadata has the delivered messages
     assert offsets(again) == list(range(100, 210))
     assert [m.redelivered for m in again] == [True] * 100 + [False] * 10
     assert "staging knows of 50: it is older, or was restored" in caplog.text
@@ -545,7 +548,7 @@ def test_a_writer_that_slept_is_fenced_off(group):
         group.fill(1)
         group.drain()
 
-    # When it writes on, then its write is refused, and it continues with the newest version
+    # When it writes again, then its write is refused, and it continues with the newest version
     assert stale is not None
     assert not slept.replace(place, stale, dataclasses.replace(stale, epoch=7))
     newest = slept.read(place)
@@ -556,7 +559,7 @@ def test_a_writer_that_slept_is_fenced_off(group):
 
 
 def test_a_process_that_sleeps_while_beginning_a_group_marks_handled_messages(group, monkeypatch):
-    # Given one that sleeps before its first commit, until another has handled all
+    # Given a process that sleeps before its first commit, until another has handled all
     group.fill(6)
     committed, handled = Cluster.commit, list[Any]()
 
@@ -568,7 +571,7 @@ def test_a_process_that_sleeps_while_beginning_a_group_marks_handled_messages(gr
 
     monkeypatch.setattr(Cluster, "commit", late)
 
-    # When it goes on
+    # When it continues
     again = group.drain()
 
     # Then its commit came late
@@ -578,7 +581,7 @@ def test_a_process_that_sleeps_while_beginning_a_group_marks_handled_messages(gr
 
 
 def test_a_process_that_dies_while_beginning_a_group_blocks_no_other(kafka, tmp_path, monkeypatch):
-    # Given one that is killed when it has claimed where the group begins, and not committed it
+    # Given a process that is killed after it has claimed the group's start, before its commit
     group = KafkaGroup(kafka, tmp_path, lease=3600.0)
     group.fill(3)
 

@@ -54,23 +54,23 @@ def test_the_mock_ends_with_its_parent(tmp_path):
 # ------------------------------------------------------------------------------- behind a proxy
 @pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
 def test_a_damaged_batch_is_reported_where_checksums_are_checked(kafka, codec):
-    """And where they are not, it may come as it is, or never: librdkafka's default."""
+    """Without checks, it may be received damaged, or never: librdkafka's default."""
     topic = kafka.topic()
     bodies = [random.Random(number).randbytes(100).hex().encode() for number in range(100)]
     kafka.fill(topic, bodies, settings={"compression.type": codec})
     with (
-        KafkaProxy(kafka.bootstrap, change=damaged) as proxy,
+        KafkaProxy(kafka.bootstrap, change=damage_response) as proxy,
         pytest.raises(KafkaException, match="CRC32C"),
     ):
         replace(kafka, bootstrap=proxy.bootstrap, settings={"check.crcs": True}).read(topic)
 
 
-def damaged(kind: int, answer: bytes) -> bytes:
-    """An answer with records, and a byte in the midst of them is another.
+def damage_response(kind: int, response: bytes) -> bytes:
+    """Changes a byte in the middle of a response with records.
 
-    One in the head of a batch can make it seem cut off, and the client asks for it for ever.
+    A change in the header of a batch can make it seem cut off: the client fetches it for ever.
     """
-    place = len(answer) // 2
-    if kind != FETCH or len(answer) < 1_000:
-        return answer
-    return answer[:place] + bytes([answer[place] ^ 0xFF]) + answer[place + 1 :]
+    place = len(response) // 2
+    if kind != FETCH or len(response) < 1_000:
+        return response
+    return response[:place] + bytes([response[place] ^ 0xFF]) + response[place + 1 :]

@@ -39,9 +39,9 @@ def test_metadata_is_json_in_broadways_terms(kafka, group):
     producer.produce(group.topic, b"\xff", timestamp=at)
     producer.flush(30)
 
-    one, two, three = group.drain()
+    first, second, third = group.drain()
 
-    assert dict(one.metadata) == {
+    assert dict(first.metadata) == {
         "topic": group.topic,
         "partition": 0,
         "offset": 0,
@@ -49,12 +49,12 @@ def test_metadata_is_json_in_broadways_terms(kafka, group):
         "ts": at,
         "headers": [["trace", "abc"], ["trace", "base64:/wA="], ["none", None]],
     }
-    assert one.message_id == f"{group.topic}-0-0"
-    assert one.batch_key == (group.topic, 0)
-    assert (two.data, two.metadata["key"], two.size) == (b"", "base64:/v8=", 0)
-    assert (three.data, three.metadata["key"], three.metadata["headers"]) == (b"\xff", None, [])
-    assert one.received_at.tzinfo is UTC
-    json.dumps([dict(message.metadata) for message in (one, two, three)])
+    assert first.message_id == f"{group.topic}-0-0"
+    assert first.batch_key == (group.topic, 0)
+    assert (second.data, second.metadata["key"], second.size) == (b"", "base64:/v8=", 0)
+    assert (third.data, third.metadata["key"], third.metadata["headers"]) == (b"\xff", None, [])
+    assert first.received_at.tzinfo is UTC
+    json.dumps([dict(message.metadata) for message in (first, second, third)])
 
 
 def test_a_tombstone_has_no_data(kafka, group):
@@ -68,8 +68,8 @@ def test_a_tombstone_has_no_data(kafka, group):
 
 
 @on_apache_kafka
-def test_ends_are_read_beside_a_fetch_that_waits(kafka, tmp_path):
-    # Given a broker that answers a connection in order, and a fetch that waits there
+def test_ends_are_read_during_a_waiting_fetch(kafka, tmp_path):
+    # Given a broker that serves a connection's requests in order, and a fetch that waits there
     settings = {"fetch.wait.max.ms": 30_000, "socket.timeout.ms": 3_000}
     group = KafkaGroup(kafka, tmp_path, settings=settings)
     group.fill(2)
@@ -79,7 +79,7 @@ def test_ends_are_read_beside_a_fetch_that_waits(kafka, tmp_path):
         assert len(cluster.consume(2, 10.0)) == 2
         assert cluster.consume(1, 0.5) == []
 
-        # Then this does not wait for its end
+        # Then the query does not wait for the fetch
         assert cluster.ends((group.topic, 0)) == (0, 2)
     finally:
         cluster.close()
@@ -101,8 +101,8 @@ def test_a_run_without_waiting_receives_the_whole_backlog(kafka, tmp_path, order
 
     with group.source() as source:
         taken: list[Any] = []
-        while found := source.receive(700, timeout=0.0):
-            taken += found
+        while messages := source.receive(700, timeout=0.0):
+            taken += messages
 
     assert len({message.message_id for message in taken}) == 9_000
 
@@ -114,7 +114,7 @@ def test_ten_thousand_messages_need_few_claims(group, tmp_path):
         assert len(group.take(source)) == 10_000
 
     [folder] = tmp_path.glob("kafka/*/claims/*/0")
-    # Where the group begins, twice; then 2,000, 6,000 and 10,000: of one portion, or two
+    # The group's start, twice; then 2,000, 6,000 and 10,000: of one portion, or two
     assert len(list(folder.iterdir())) <= 6
     assert group.claim().end == 10_000
 
@@ -205,7 +205,7 @@ def test_messages_arriving_at_the_end_are_not_reported_as_open_transaction(kafka
         messages = group.take(source)
         assert len(messages) == 3
         group.fill(2)
-        # The client hears of them, and the run asks no more.
+        # The client learns of them, and the run receives no more.
         place = (group.topic, 0)
         eventually(lambda: source._cluster.known_end(place) == 5)
         source.stop()
@@ -294,9 +294,9 @@ def test_a_generation_ended_while_claiming_withdraws_its_claim(kafka, tmp_path):
         files = group.claims().generation("g")
         create = source._create
 
-        def ended_meanwhile(*given: Any) -> Any:
+        def ended_meanwhile(*args: Any) -> Any:
             files.end_claims()
-            return create(*given)
+            return create(*args)
 
         source._create = ended_meanwhile  # type: ignore[method-assign, assignment]
         with pytest.raises(LeaseLapsed, match="generation g was settled while it still received"):
@@ -385,14 +385,14 @@ def test_an_interrupted_fetch_loses_nothing(group, monkeypatch):
 
 
 def test_a_failed_watermark_query_loses_nothing(group, monkeypatch):
-    # Given a broker that does not answer when messages were fetched that reach beyond the claim
+    # Given a broker that does not respond after a fetch of messages beyond the claim
     monkeypatch.setattr("airflow_broadway.producers.kafka.reader._AHEAD_FIRST", 10)
     group.fill(30)
     with group.source() as source:
         taken = list(source.receive(5, timeout=0.0))
 
         def unavailable(place: Any) -> Any:
-            raise ProducerUnavailable("nobody answers")
+            raise ProducerUnavailable("no response")
 
         with monkeypatch.context() as patch:
             patch.setattr(source._cluster, "ends", unavailable)

@@ -75,15 +75,15 @@ def test_a_retried_message_keeps_its_identity(kafka, group):
         "broadway.timestamp": str(at),
         "broadway.not-before": "",
     }
-    # And it comes again as it was, when it is due
+    # And it is redelivered unchanged, when it is due
     assert group.drain() == []
     group.clock.sleep(61.0)
     lease, again = group.hold()
-    for one, other in zip(messages, again, strict=True):
-        assert (one.message_id, one.data, dict(one.metadata), one.batch_key) == (
-            *(other.message_id, other.data, dict(other.metadata), other.batch_key),
+    for message, copy in zip(messages, again, strict=True):
+        assert (message.message_id, message.data, dict(message.metadata), message.batch_key) == (
+            *(copy.message_id, copy.data, dict(copy.metadata), copy.batch_key),
         )
-        assert (other.attempt, other.redelivered) == (2, True)
+        assert (copy.attempt, copy.redelivered) == (2, True)
     # A third attempt goes through the same topic; then it is a dead letter of its own topic
     group.settle(lease, again, {again[0].message_id: RETRY})
     group.clock.sleep(61.0)
@@ -178,15 +178,15 @@ def test_a_run_leaves_its_own_retries_to_the_next(group):
 
 
 def test_foreign_records_in_the_retry_topic_are_ignored(kafka, group, tmp_path):
-    other = KafkaGroup(kafka, tmp_path / "other", order="none")
-    other.topic, other.retries, other.letters = group.topic, group.retries, group.letters
+    foreign = KafkaGroup(kafka, tmp_path / "other", order="none")
+    foreign.topic, foreign.retries, foreign.letters = group.topic, group.retries, group.letters
     lease, messages = group.hold(fill=2)
     group.settle(lease, messages, {messages[0].message_id: RETRY._replace(delay=0.0)})
     kafka.fill(group.retries, [b"of nobody"])
 
-    assert offsets(other.drain()) == [0, 1]
+    assert offsets(foreign.drain()) == [0, 1]
     assert offsets(group.drain()) == [0]
-    assert kafka.committed(other.group, other.retries)[0][0] == 2
+    assert kafka.committed(foreign.group, foreign.retries)[0][0] == 2
 
 
 def test_a_retry_topic_is_read_after_a_change_of_order(group):
@@ -198,8 +198,8 @@ def test_a_retry_topic_is_read_after_a_change_of_order(group):
     report = group.settle(lease, again, verdicts, order="partition")
 
     assert report == SettleReport(acked=1, requeued=1, released=1)
-    [one, two] = group.drain(order="partition")
-    assert [(m.metadata["offset"], m.attempt) for m in (one, two)] == [(1, 3), (2, 2)]
+    [first, second] = group.drain(order="partition")
+    assert [(m.metadata["offset"], m.attempt) for m in (first, second)] == [(1, 3), (2, 2)]
 
 
 def test_a_retry_too_large_to_copy_stays_in_its_topic(apache_kafka, tmp_path):

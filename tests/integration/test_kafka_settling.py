@@ -1,4 +1,4 @@
-"""How a generation is settled: claims, dead letters, commits; and crashes in between."""
+"""Settlement of a generation: claims, dead letters, commits; and crashes in between."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_dead_letter_has_message_and_reason(kafka, group):
     assert report == SettleReport(dead_lettered=1)
     [letter] = letters(group)
     assert (letter.value(), letter.key()) == (b"\x00body\xff", b"\xfekey")
-    # Retention goes by it: the letter of a message that has been there for a month must stay.
+    # Retention uses it: the dead letter of a message that is a month old must not expire.
     assert letter.timestamp()[1] >= begun
     assert letter.headers()[:2] == [("trace", b"\xff"), ("none", None)]
     assert headers(letter) | {"trace": ""} == {
@@ -152,7 +152,7 @@ def test_a_dead_letter_without_body_is_marked(kafka, group):
 
 
 def test_an_oversized_dead_letter_is_sent_without_body(apache_kafka, tmp_path, monkeypatch):
-    # Given a dead-letter topic that takes less than the topic (here the client refuses for it)
+    # Given a dead-letter topic with a smaller limit than the topic (here the client's limit)
     group = KafkaGroup(apache_kafka, tmp_path)
     apache_kafka.fill(group.topic, [b"x" * 200_000, b"small"])
     lease, messages = group.hold()
@@ -193,7 +193,7 @@ def test_offsets_are_finished_only_after_their_dead_letters(group, monkeypatch):
         first = frozenset(letter.message_id for letter in all_letters[:2])
         assert place.delete(Choice(ids=first)).count == 2
 
-    # Then the others are there
+    # Then the others remain
     with closing(group.producer().dead_letters(group.env("letters"))) as place:
         left = [letter.message_id for letter in place.letters()]
     assert left == [letter.message_id for letter in all_letters[2:]]
@@ -216,7 +216,7 @@ def test_a_refused_commit_settles_nothing(kafka_mock, tmp_path):
 
 
 def test_a_decided_settlement_survives_a_takeover(kafka_mock, tmp_path):
-    # Given a settler that dies when it has decided, and before it has committed
+    # Given a settler that dies after its decision, before its commit
     group = KafkaGroup(kafka_mock, tmp_path, lease=100.0)
     lease, messages = group.hold(fill=6)
     kafka_mock.tell("push_request_errors_array", 8, [30])
@@ -334,7 +334,7 @@ def test_by_default_a_partition_stops_at_its_first_failure(kafka_mock, tmp_path)
 
     settled = first.settled
     assert (settled.acked, settled.requeued, settled.released) == (2, 1, 3)
-    assert second.received == 0  # nothing, until the failed one is to be tried again
+    assert second.received == 0  # nothing, until the failed message is due for its retry
 
 
 class Halting(Broadway):
@@ -397,10 +397,10 @@ def test_a_per_message_verdict_wins(kafka, tmp_path):
 def test_a_late_settlement_settles_unclaimed_messages(kafka, tmp_path):
     group = KafkaGroup(kafka, tmp_path, partitions=2, lease=100.0, concurrency=2)
     group.fill(10)
-    with group.source("late", index=0) as one:
-        messages = group.take(one)
-        one.stop()
-        lease = Lease.from_json(json.loads(json.dumps(one.lease.to_json())))
+    with group.source("late", index=0) as source:
+        messages = group.take(source)
+        source.stop()
+        lease = Lease.from_json(json.loads(json.dumps(source.lease.to_json())))
     group.clock.sleep(1000.0)
 
     assert group.settle(lease, messages) == SettleReport(acked=5)
@@ -425,7 +425,7 @@ def test_a_late_settlement_holds_its_messages_meanwhile(kafka, tmp_path, monkeyp
     assert taken == []
 
 
-def test_a_lease_of_other_options_is_refused(group):
+def test_a_lease_with_different_options_is_refused(group):
     lease, messages = group.hold(fill=1)
 
     with pytest.raises(ProducerError, match="give both halves of the run the same options"):

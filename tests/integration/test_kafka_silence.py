@@ -32,14 +32,14 @@ def test_a_silent_cluster_is_unreachable(tmp_path, monkeypatch):
 
 
 def without_end(marker: bytes) -> Callable[[int, bytes], bytes]:
-    """The batch that begins with a message is longer than what is there of it: as if cut off."""
+    """Makes the batch that begins with a message declare more bytes than it has: as if cut off."""
 
-    def change(kind: int, answer: bytes) -> bytes:
+    def change(kind: int, response: bytes) -> bytes:
         # In the log's format 2: 61 bytes of a batch, then 6 of its first record, then its value.
-        length = answer.find(marker) - 6 - 61 + 8
+        length = response.find(marker) - 6 - 61 + 8
         if length < 0:
-            return answer
-        return answer[:length] + struct.pack(">i", 100_000) + answer[length + 4 :]
+            return response
+        return response[:length] + struct.pack(">i", 100_000) + response[length + 4 :]
 
     return change
 
@@ -51,33 +51,33 @@ def test_a_silent_partition_is_reported(kafka, tmp_path, monkeypatch, traffic):
     monkeypatch.setattr(client, "_SILENCE_TIMEOUT", 0.5)
     group = KafkaGroup(kafka, tmp_path, partitions=2)
     kafka.fill(group.topic, [b"damaged"], partition=1)
-    where = rf"nothing comes of {group.topic}-1 from offset 0 on, and its end is at 1: it seems th"
-    got: list[Message] = []
+    error = rf"nothing comes of {group.topic}-1 from offset 0 on, and its end is at 1: it seems th"
+    received: list[Message] = []
 
     def receive(source: KafkaSource) -> None:
         for _ in range(1_000):
             if traffic:
                 kafka.fill(group.topic, [b"whole"], partition=0)
-            got.extend(source.receive(10, timeout=0.0))
+            received.extend(source.receive(10, timeout=0.0))
 
     with KafkaProxy(kafka.bootstrap, change=without_end(b"damaged")) as proxy:
         group.options["hosts"] = proxy.bootstrap
 
         # Then neither silence nor traffic in another partition hides it
-        with group.source("damaged") as source, pytest.raises(ProducerUnavailable, match=where):
+        with group.source("damaged") as source, pytest.raises(ProducerUnavailable, match=error):
             receive(source)
-        assert bool(got) is traffic
+        assert bool(received) is traffic
 
         # And reading it again for a dead letter fails in the same way
         cluster = Cluster(group.producer(), group.env(""))
         letters = cluster.read({(group.topic, 1): ((0, 1),)}, "it cannot be read")
-        with pytest.raises(ProducerUnavailable, match=where):
+        with pytest.raises(ProducerUnavailable, match=error):
             next(letters)
         cluster.close()
 
 
 def test_a_response_over_the_clients_limit_names_the_setting(apache_kafka, tmp_path, monkeypatch):
-    # Given a message that is larger than all that was asked for: the first comes all the same
+    # Given a message above the limit of a fetch: the first message is fetched all the same
     monkeypatch.setattr(reader, "_SILENCE_TIMEOUT", 0.5)
     limit = {"fetch.max.bytes": 10_000, "message.max.bytes": 10_000}
     group = KafkaGroup(

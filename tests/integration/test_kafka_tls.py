@@ -21,18 +21,18 @@ from tests.kafka_server import PASSWORD, USER, ApacheKafka
 pytestmark = pytest.mark.broker
 
 
-class Through:
-    """A topic of ten messages, and a producer that reaches it at an address.
+class TopicClient:
+    """A topic of ten messages, and a producer that connects to it at an address.
 
-    :param extra: Of the connection.
+    :param fields: Fields of the connection.
     """
 
-    def __init__(self, kafka: ApacheKafka, address: str, folder: Path, **about: Any) -> None:
+    def __init__(self, kafka: ApacheKafka, address: str, folder: Path, **fields: Any) -> None:
         self.topic = kafka.topic()
         kafka.topic(f"{self.topic}-dlt")
         kafka.fill(self.topic, [b"%0500d" % number for number in range(10)])
-        self._extra = {"bootstrap.servers": address, **about.pop("extra", {})}
-        self._about = about
+        self._extra = {"bootstrap.servers": address, **fields.pop("extra", {})}
+        self._fields = fields
         self._folder = folder
         self.producer = KafkaProducer(
             group_id=f"group of {self.topic}",
@@ -42,7 +42,7 @@ class Through:
         )
 
     def get(self, conn_id: str) -> Connection:
-        return Connection(conn_id=conn_id, conn_type="kafka", extra=self._extra, **self._about)
+        return Connection(conn_id=conn_id, conn_type="kafka", extra=self._extra, **self._fields)
 
     def drain(self) -> SettleReport:
         """A whole run."""
@@ -64,8 +64,8 @@ class Through:
         finally:
             custodian.close()
 
-    def refused(self) -> str:
-        """The sentence of a run that gets nothing."""
+    def run_error(self) -> str:
+        """Runs a producer that receives nothing; returns the error."""
         with pytest.raises(ProducerError) as raised:
             self.drain()
         assert PASSWORD not in str(raised.value)
@@ -73,7 +73,7 @@ class Through:
 
 
 def test_a_run_with_tls_and_the_guides_acls(apache_kafka, tmp_path):
-    through = Through(
+    client = TopicClient(
         apache_kafka,
         apache_kafka.secure,
         tmp_path,
@@ -86,17 +86,17 @@ def test_a_run_with_tls_and_the_guides_acls(apache_kafka, tmp_path):
         },
     )
 
-    assert "Read and Describe" in through.refused()
-    apache_kafka.allow("topic", through.topic, "read", "describe")
-    apache_kafka.allow("group", through.producer.group_id, "read")
-    apache_kafka.allow("topic", f"{through.topic}-dlt", "write", "describe")
+    assert "Read and Describe" in client.run_error()
+    apache_kafka.allow("topic", client.topic, "read", "describe")
+    apache_kafka.allow("group", client.producer.group_id, "read")
+    apache_kafka.allow("topic", f"{client.topic}-dlt", "write", "describe")
 
-    assert through.drain() == SettleReport(acked=10)
-    assert through.drain() == SettleReport()
+    assert client.drain() == SettleReport(acked=10)
+    assert client.drain() == SettleReport()
 
 
 def test_a_wrong_password_is_one_clear_error_without_it(apache_kafka, tmp_path):
-    through = Through(
+    client = TopicClient(
         apache_kafka,
         apache_kafka.secure,
         tmp_path,
@@ -109,35 +109,35 @@ def test_a_wrong_password_is_one_clear_error_without_it(apache_kafka, tmp_path):
         },
     )
 
-    assert "does not accept the credentials" in through.refused()
+    assert "does not accept the credentials" in client.run_error()
 
 
 def test_an_untrusted_certificate_is_reported_as_tls(apache_kafka, tmp_path):
-    through = Through(
+    client = TopicClient(
         apache_kafka, apache_kafka.secure, tmp_path, extra={"security.protocol": "SSL"}
     )
 
-    error = through.refused()
+    error = client.run_error()
 
     assert "TLS fails" in error
     assert "ssl.ca.location" in error
 
 
 def test_a_client_without_tls_is_pointed_to_it(apache_kafka, tmp_path):
-    assert "TLS or SASL" in Through(apache_kafka, apache_kafka.secure, tmp_path).refused()
+    assert "TLS or SASL" in TopicClient(apache_kafka, apache_kafka.secure, tmp_path).run_error()
 
 
 def test_a_damaged_batch_ends_the_run_and_loses_nothing(apache_kafka, tmp_path):
-    def damaged(kind: int, answer: bytes) -> bytes:
-        place = len(answer) // 2
-        if kind != FETCH or len(answer) < 2_000:
-            return answer
-        return answer[:place] + bytes([answer[place] ^ 0xFF]) + answer[place + 1 :]
+    def damaged(kind: int, response: bytes) -> bytes:
+        place = len(response) // 2
+        if kind != FETCH or len(response) < 2_000:
+            return response
+        return response[:place] + bytes([response[place] ^ 0xFF]) + response[place + 1 :]
 
     with KafkaProxy(apache_kafka.bootstrap, change=damaged) as proxy:
-        through = Through(apache_kafka, proxy.bootstrap, tmp_path)
-        assert "a batch of messages is damaged" in through.refused()
+        client = TopicClient(apache_kafka, proxy.bootstrap, tmp_path)
+        assert "a batch of messages is damaged" in client.run_error()
 
         proxy.change = None
 
-        assert through.drain() == SettleReport(acked=10)
+        assert client.drain() == SettleReport(acked=10)

@@ -28,7 +28,7 @@ class Row(NamedTuple):
     lag: str
 
 
-def described(group: KafkaGroup) -> dict[tuple[str, int], Row]:
+def describe_group(group: KafkaGroup) -> dict[tuple[str, int], Row]:
     kafka = group.kafka
     assert isinstance(kafka, ApacheKafka)
     output = kafka.consumer_groups("--describe", "--group", group.group)
@@ -36,8 +36,8 @@ def described(group: KafkaGroup) -> dict[tuple[str, int], Row]:
     return {(row[1], int(row[2])): Row(*row[3:6]) for row in rows}
 
 
-def stopped(kafka: ApacheKafka, folder: Path, count: int, at: int) -> KafkaGroup:
-    """A group of one partition in order, which has stopped at a message that is to be retried."""
+def stopped_group(kafka: ApacheKafka, folder: Path, count: int, at: int) -> KafkaGroup:
+    """Returns a group of one ordered partition that has stopped at a message to retry."""
     group = KafkaGroup(kafka, folder)
     group.fill(count)
     lease, messages = group.hold()
@@ -49,9 +49,9 @@ def test_describe_shows_offsets_and_lag_during_and_after_runs(apache_kafka, tmp_
     group = KafkaGroup(apache_kafka, tmp_path, partitions=2, order="none")
     lease, messages = group.hold(fill=20)
 
-    during = described(group)
+    during = describe_group(group)
     report = group.settle(lease, messages, {messages[3].message_id: RETRY})
-    after = described(group)
+    after = describe_group(group)
 
     assert report == SettleReport(acked=19, requeued=1)
     assert during[group.topic, 0] == during[group.topic, 1] == ("0", "10", "10")
@@ -59,13 +59,13 @@ def test_describe_shows_offsets_and_lag_during_and_after_runs(apache_kafka, tmp_
     assert after[group.retries, 0] == ("0", "1", "1")
     group.clock.sleep(61.0)
     group.drain()
-    assert described(group)[group.retries, 0] == ("1", "1", "0")
+    assert describe_group(group)[group.retries, 0] == ("1", "1", "0")
 
 
 def test_describe_shows_where_an_ordered_partition_stopped(apache_kafka, tmp_path):
-    group = stopped(apache_kafka, tmp_path, 10, at=4)
+    group = stopped_group(apache_kafka, tmp_path, 10, at=4)
 
-    assert described(group) == {(group.topic, 0): ("4", "10", "6")}
+    assert describe_group(group) == {(group.topic, 0): ("4", "10", "6")}
 
 
 def test_reset_offsets_works_between_runs(apache_kafka, tmp_path, caplog):
@@ -74,7 +74,7 @@ def test_reset_offsets_works_between_runs(apache_kafka, tmp_path, caplog):
     group.drain()
 
     reset_offsets(group, "--to-offset", "4")
-    assert described(group)[group.topic, 0] == ("4", "10", "6")
+    assert describe_group(group)[group.topic, 0] == ("4", "10", "6")
     back = group.drain()
     assert (offsets(back), {m.redelivered for m in back}) == ([*range(4, 10)], {True})
     assert "was reset from 10 to 4 by another program: it is honoured" in caplog.text
@@ -91,7 +91,7 @@ def test_reset_offsets_works_between_runs(apache_kafka, tmp_path, caplog):
 
 
 def test_attempts_restart_after_a_reset(apache_kafka, tmp_path):
-    group = stopped(apache_kafka, tmp_path, 4, at=2)
+    group = stopped_group(apache_kafka, tmp_path, 4, at=2)
 
     reset_offsets(group, "--to-earliest")
 
@@ -112,7 +112,7 @@ def test_a_foreign_consumer_in_the_group_is_reported_at_settlement(apache_kafka,
             group.drain()
         assert group.committed() == {0: 0}
 
-    # Then what was decided is carried out once it has left
+    # Then the decision is carried out once it has left
     assert group.settle(lease, messages) == SettleReport(acked=5)
     assert group.committed() == {0: 5}
 

@@ -1,4 +1,4 @@
-"""The local Airflow of ``make up`` and of the tests: it works, and leaves nothing behind."""
+"""The local Airflow of ``make up`` and of the tests: it works, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ with DAG("endless", schedule=None):
 """
 
 
-# Slow is what needs one of its own: other suites start and stop one, too.
+# Tests with their own Airflow are slow: other suites start and stop one, too.
 @pytest.fixture(scope="module")
 def airflow(tmp_path_factory):
     folder = tmp_path_factory.mktemp("local_airflow")
@@ -71,11 +71,11 @@ def test_stop_ends_detached_processes(airflow):
         assert time.monotonic() < deadline, "The task has not started its child."
         time.sleep(0.2)
 
-    # When Airflow is killed rather than asked, and then stopped
+    # When a component is killed rather than terminated, and Airflow is then stopped
     airflow.processes["scheduler"].send_signal(signal.SIGKILL)
     airflow.stop()
 
-    # Then nothing of it is left
+    # Then no process of it is left
     assert processes_with(airflow.token) == []
 
 
@@ -110,21 +110,21 @@ def test_a_port_in_use_is_skipped():
 
 
 def test_another_airflow_on_the_port_is_recognized(tmp_path):
-    # Two checkouts may choose a port at the same time: one of them answers for both
-    answer = json.dumps(
+    # Two checkouts may choose a port at the same time: one server responds for both
+    response = json.dumps(
         {
             name: {"status": "healthy", f"latest_{name}_heartbeat": "2999-01-01T00:00:00+00:00"}
             for name in ("metadatabase", "scheduler", "dag_processor")
         }
     )
 
-    class Other(BaseHTTPRequestHandler):
+    class OtherServer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(answer.encode())
+            self.wfile.write(response.encode())
 
-    with HTTPServer(("127.0.0.1", 0), Other) as server:
+    with HTTPServer(("127.0.0.1", 0), OtherServer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         env = airflow_env(home=tmp_path, port=server.server_port)
         ours = LocalAirflow(env, tmp_path, components=("api-server", "scheduler"))

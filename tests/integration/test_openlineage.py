@@ -1,4 +1,4 @@
-"""What Airflow's OpenLineage provider sends of a run, by its file transport."""
+"""The events of a run from Airflow's OpenLineage provider, by its file transport."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Events:
         ]
 
     def last(self, task: str) -> dict[str, Any]:
-        """The event at the end of a task."""
+        """Returns the event at the end of a task."""
         [event] = [
             e
             for e in self.all

@@ -1,4 +1,4 @@
-"""A payload that ends the Spark driver: real drivers, over one JVM that stays warm."""
+"""A payload that ends the Spark driver: real drivers, over one warm JVM."""
 
 from __future__ import annotations
 
@@ -113,29 +113,29 @@ class Task:
         self.plan = self.staged.plan("default", planned)
 
     def execute(self) -> list[int]:
-        """Starts drivers until nothing is left; their exit codes."""
+        """Starts drivers until no work is left; returns their exit codes."""
         name = "handle_batches"
         batches = SparkBatches(
             self.run, load_ref(REF, RunInfo()), [{"plan": self.plan.path}], Ports(), name=name
         )
         assert batches.begin() is Ending.OPEN
         codes = []
-        there = batches.isolation.choose()
-        while there:
+        has_work = batches.isolation.choose()
+        while has_work:
             path, work = batches.write_work(name, REF, RunInfo())
-            words = [sys.executable, "-c", DRIVER, *arguments_of(self.run.spark_uri(), path, work)]
-            codes.append(subprocess.run(words, check=False, capture_output=True).returncode)
-            there = batches.isolation.goes_on() and batches.isolation.choose()
+            argv = [sys.executable, "-c", DRIVER, *arguments_of(self.run.spark_uri(), path, work)]
+            codes.append(subprocess.run(argv, check=False, capture_output=True).returncode)
+            has_work = batches.isolation.goes_on() and batches.isolation.choose()
         assert batches.end() is Ending.DONE
         return codes
 
     def seen(self) -> list[list[Any]]:
-        """The id and the numbers of each batch that was begun, in order."""
+        """Returns the id and the numbers of each batch that was begun, in order."""
         lines = [line.split(" ", 1) for line in self.log.read_text().splitlines()]
         return [[batch, json.loads(numbers)] for batch, numbers in lines]
 
     def entries(self) -> list[dict[str, Any]]:
-        """The lines of the outcomes, one per message."""
+        """Returns the lines of the outcomes, one per message."""
         outcomes: dict[str, Outcome] = self.staged.outcomes("default")
         return [json.loads(line) for outcome in outcomes.values() for line in outcome.lines or ()]
 
@@ -149,10 +149,10 @@ def test_a_payload_that_exits_the_driver_is_dead_lettered_alone(jvm, tmp_path, m
     planned = [Planned("b0", [row(1), row(2), row(3)]), Planned("b1", [row(4)])]
     task = Task(tmp_path, monkeypatch, planned, deadly=2, way="exit")
 
-    # When the task goes on until nothing is left
+    # When the task continues until no work is left
     codes = task.execute()
 
-    # Then the deaths were found out one by one, and all but that message were handled
+    # Then halving has isolated that message, and all others were handled
     lower, upper = part_id("b0", 0), part_id("b0", 1)
     assert task.seen() == [
         ["b0", [1, 2, 3]],
@@ -212,19 +212,19 @@ def test_outside_kills_release_messages_and_blame_none(jvm, tmp_path, monkeypatc
     ref = {"class": "killed_pipeline:Killed", "options": options}
 
     def run_once(run: Run, kills: int) -> Ending:
-        """A run whose applications are killed, as many of them, each at its first batch."""
+        """Runs the batches; kills so many applications, each at its first batch."""
         reference = run.process()
         plan = plan_batches(
             run.staged, run.pipeline, "default", [reference["generation"]], try_label="1"
         )
-        name, about = "handle_batches", RunInfo(dag_id="sums", run_id=run.run_id)
+        name, info = "handle_batches", RunInfo(dag_id="sums", run_id=run.run_id)
         batches = SparkBatches(
             run.staged, run.pipeline, [{"plan": plan.path}], run.ports, name=name, most=3
         )
         assert batches.begin() is Ending.OPEN
-        there = batches.isolation.choose()
-        while there:
-            path, work = batches.write_work(name, ref, about)
+        has_work = batches.isolation.choose()
+        while has_work:
+            path, work = batches.write_work(name, ref, info)
             arguments = arguments_of(run.staged.spark_uri(), path, work)
             seen = log.stat().st_size
             with subprocess.Popen([sys.executable, "-c", DRIVER, *arguments]) as driver:
@@ -233,7 +233,7 @@ def test_outside_kills_release_messages_and_blame_none(jvm, tmp_path, monkeypatc
                 if kills:
                     driver.kill()
                     kills -= 1
-            there = batches.isolation.goes_on() and batches.isolation.choose()
+            has_work = batches.isolation.goes_on() and batches.isolation.choose()
         ending = batches.end()
         assert run.ack()["balanced"]
         return ending

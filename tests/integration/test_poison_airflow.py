@@ -44,7 +44,7 @@ class Poisoned(Broadway):
         return message.put_data(int(message.data))
 
     def handle_batch(self, batcher, messages, batch_info, context):
-        numbers = [each.data for each in messages]
+        numbers = [message.data for message in messages]
         note("begun", numbers)
         if os.path.exists(os.path.join(os.environ["POISON_FOLDER"], "slow")):
             time.sleep(60)
@@ -62,7 +62,7 @@ COUNT, POISON = 1_000, 537
 
 
 class World:
-    """An Airflow, and the queue whose messages its Dag takes."""
+    """An Airflow, and the queue whose messages its Dag receives."""
 
     def __init__(self, folder: Path, airflow: LocalAirflow) -> None:
         self.folder, self.airflow = folder, airflow
@@ -79,16 +79,16 @@ class World:
         return self.airflow.trigger("poisoned")
 
     def run(self) -> None:
-        """One run, from its trigger to its end, however it ends."""
+        """Triggers a run, and waits for its end in any state."""
         self.airflow.wait_for_run("poisoned", self.begin(), timeout=200)
 
-    def kill(self, task: str, run_id: str, when: Callable[[], bool]) -> None:
-        """Kills a task's processes, but its supervisor, once something is so; wait for the run."""
+    def kill(self, task: str, run_id: str, condition: Callable[[], bool]) -> None:
+        """Kills a task's processes, except its supervisor, on a condition; waits for the run."""
         deadline = time.monotonic() + 100
-        while not when() or not (found := self._children(run_id, task)):
+        while not condition() or not (processes := self._children(run_id, task)):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        for process in found:
+        for process in processes:
             os.kill(process.pid, signal.SIGKILL)
         self.airflow.wait_for_run("poisoned", run_id, timeout=200)
 
@@ -109,7 +109,7 @@ class World:
         return [int(line) for line in path.read_text().split()] if path.exists() else []
 
     def check(self) -> None:
-        """All but one are handled and acknowledged; that one is a dead letter with the reason."""
+        """Checks that all but one are handled and acked; that one is a dead letter with reason."""
         depth = self.queue.depth()
         assert (depth.ready, depth.delayed, depth.leased, depth.dead) == (0, 0, 0, 1)
         [letter] = self.queue.dead_letters()
@@ -162,11 +162,11 @@ def test_outside_kills_while_isolating_lose_nothing(world):
     run_id = world.begin()
     world.kill("broadway.ack", run_id, lambda: POISON in world.noted("begun"))
 
-    # And one that is killed while it isolates the message
+    # And a second run that is killed while it isolates the message
     run_id = world.begin()
     world.kill("broadway.batch.default", run_id, lambda: world.noted("begun").count(POISON) > 1 + 2)
 
-    # Then at most two runs after that go on
+    # Then at most two more runs complete it
     while world.runs < 2 + 2 and any(world.queue.depth()[:3]):
         world.run()
     world.check()
@@ -179,7 +179,7 @@ def test_five_outside_kills_blame_no_message(world):
     world.queue.send([b"1"])
     (world.folder / "slow").touch()
 
-    # When the batch task is killed in each of five runs while it handles that
+    # When the batch task is killed in each of five runs while it handles the message
     for _ in range(5):
         (world.folder / "begun").unlink(missing_ok=True)
         run_id = world.begin()

@@ -25,10 +25,10 @@ class Subscribed(Passing):
     producer = PubSubProducer(subscription="{{ params.subscription }}")
 
 
-class Told:
-    """A subscription, and the command about it.
+class SubscriptionCommands:
+    """A subscription, and commands on it.
 
-    :param settings: Of the subscription.
+    :param settings: Settings of the subscription.
     """
 
     def __init__(self, server: PubSubServer, root: Path, capsys: Capsys, **settings: Any) -> None:
@@ -49,20 +49,20 @@ class Told:
         return Generation(PubSubProducer(**self.options), env)
 
     def check(self, **options: Any) -> Ran:
-        _, reference, *staging = self._about(**options)
+        _, reference, *staging = self._arguments(**options)
         return ran(self.capsys, "check", "--pipeline", reference, *staging)
 
     def letters(self, action: str, *arguments: str) -> Ran:
-        return ran(self.capsys, "dead-letters", action, *self._about(), *arguments)
+        return ran(self.capsys, "dead-letters", action, *self._arguments(), *arguments)
 
-    def _about(self, **options: Any) -> tuple[str, ...]:
+    def _arguments(self, **options: Any) -> tuple[str, ...]:
         producer = {**self.options, **options}
         reference = {"class": f"{__name__}:Subscribed", "options": {"producer": producer}}
         return ("--pipeline", json.dumps(reference), "--staging", f"file://{self.root}")
 
 
 def test_check_reports_the_next_runs_findings(pubsub, tmp_path, capsys):
-    cli = Told(pubsub, tmp_path, capsys)
+    cli = SubscriptionCommands(pubsub, tmp_path, capsys)
     fine = cli.check()
     assert (fine.code, fine.out.splitlines()[-1]) == (0, "A run of Subscribed can begin.")
     assert "error" not in fine.out
@@ -73,13 +73,13 @@ def test_check_reports_the_next_runs_findings(pubsub, tmp_path, capsys):
 
 
 def test_a_subscription_that_does_not_exist_is_an_error(pubsub, tmp_path, capsys):
-    cli = Told(pubsub, tmp_path, capsys)
-    gone = cli.check(subscription="projects/broadway-tests/subscriptions/gone")
-    assert (gone.code, "error: there is no subscription" in gone.out) == (1, True)
+    cli = SubscriptionCommands(pubsub, tmp_path, capsys)
+    done = cli.check(subscription="projects/broadway-tests/subscriptions/gone")
+    assert (done.code, "error: there is no subscription" in done.out) == (1, True)
 
 
 def test_dead_letters_are_listed_shown_requeued_and_deleted(pubsub, tmp_path, capsys):
-    cli = Told(pubsub, tmp_path, capsys)
+    cli = SubscriptionCommands(pubsub, tmp_path, capsys)
     dead = pubsub.topic()
     pubsub.subscription(dead, dead.rpartition("/")[2])
     cli.options["dead_letter"] = dead
@@ -89,19 +89,19 @@ def test_dead_letters_are_listed_shown_requeued_and_deleted(pubsub, tmp_path, ca
     verdict = Verdict(Action.DEAD_LETTER, 0.0, "ValueError: why", "process")
     assert run.settle(messages, {"a": verdict, "b": verdict}).dead_lettered == 2
     run.close()
-    one, two = (message.message_id for message in messages)
+    first, second = (message.message_id for message in messages)
 
     listed = cli.letters("list", "--json")
     letters = {letter["original_id"]: letter["message_id"] for letter in json.loads(listed.out)}
-    assert letters.keys() == {one, two}
-    shown = cli.letters("show", letters[one])
+    assert letters.keys() == {first, second}
+    shown = cli.letters("show", letters[first])
     assert (shown.code, "ValueError: why" in shown.out) == (0, True)
-    sent = cli.letters("requeue", "--message-id", letters[one])
-    assert (sent.code, "Requeued 1 dead letter from" in sent.out) == (0, True)
-    gone = cli.letters("delete", "--all")
-    assert (gone.code, "Deleted 1 dead letter of" in gone.out) == (0, True)
+    requeued = cli.letters("requeue", "--message-id", letters[first])
+    assert (requeued.code, "Requeued 1 dead letter from" in requeued.out) == (0, True)
+    deleted = cli.letters("delete", "--all")
+    assert (deleted.code, "Deleted 1 dead letter of" in deleted.out) == (0, True)
 
     assert "No dead letters in subscription" in cli.letters("list").out
     [again] = cli.generation("h").take()
     assert (again.redelivered, again.attempt) == (True, 1)
-    assert again.metadata["attributes"] == {"broadway_requeued": one}
+    assert again.metadata["attributes"] == {"broadway_requeued": first}

@@ -1,4 +1,4 @@
-"""``dags/pubsub_flights.py`` in a real Airflow, at Google's emulator: the demo's own truth."""
+"""``dags/pubsub_flights.py`` in a real Airflow, at Google's emulator: the demo's counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_flights_through_pubsub(pubsub, tmp_path, messages):
             "AIRFLOW_CONN_GOOGLE_CLOUD_DEFAULT": json.dumps(connection),
             "PUBSUB_EMULATOR_HOST": pubsub.host,
         },
-        # A busy machine's emulator is slow: a run's own bound would leave it with some of them.
+        # The emulator is slow on a busy machine: the default bound would leave some messages.
         max_seconds=1200,
     )
 
@@ -36,7 +36,7 @@ def test_flights_through_pubsub(pubsub, tmp_path, messages):
 
 
 def purge(server: PubSubServer) -> None:
-    """Leaves nothing of a test before."""
+    """Deletes the subscriptions of an earlier test."""
     from google.api_core.exceptions import NotFound
 
     for name in (NAME, DEAD):

@@ -35,12 +35,12 @@ def hold(server: PubSubServer, subscription: str, ack_ids: list[str], seconds: i
     )
 
 
-def data(found: list[Any]) -> list[bytes]:
-    return [delivery.message.data for delivery in found]
+def data(deliveries: list[Any]) -> list[bytes]:
+    return [delivery.message.data for delivery in deliveries]
 
 
-def told_of(error: Any) -> dict[str, str]:
-    """The confirmations of an exactly-once subscription, by id."""
+def confirmations(error: Any) -> dict[str, str]:
+    """Returns the confirmations of an exactly-once subscription, by id."""
     [info] = error.details
     assert info.reason == "EXACTLY_ONCE_ACKID_FAILURE"
     return dict(info.metadata)
@@ -59,7 +59,7 @@ def test_messages_keep_their_published_fields(pubsub):
     assert received.message.publish_time
     assert received.delivery_attempt == 0
     acknowledge(pubsub, subscription, [received.ack_id])
-    acknowledge(pubsub, subscription, [received.ack_id])  # once more is no error
+    acknowledge(pubsub, subscription, [received.ack_id])  # repeated without an error
     assert pubsub.pull(subscription) == []
 
 
@@ -92,7 +92,7 @@ def test_a_lapsed_lease_is_redelivered(pubsub_emulator):
     assert time.monotonic() - begun > 0.9
 
 
-def test_the_stub_uses_the_given_clock():
+def test_the_stub_uses_the_injected_clock():
     clock = ManualClock()
     with StubServer(clock) as server:
         topic, subscription = queue(server, ack_deadline_seconds=30)
@@ -119,12 +119,12 @@ def test_an_exactly_once_subscription_confirms_each_id(pubsub):
     with pytest.raises(InvalidArgument) as caught:
         acknowledge(pubsub, subscription, [first, second])
 
-    assert told_of(caught.value) == {first: "PERMANENT_FAILURE_INVALID_ACK_ID"}
+    assert confirmations(caught.value) == {first: "PERMANENT_FAILURE_INVALID_ACK_ID"}
     with pytest.raises(InvalidArgument) as caught:
         hold(pubsub, subscription, [first], 60)
-    assert told_of(caught.value) == {first: "PERMANENT_FAILURE_INVALID_ACK_ID"}
+    assert confirmations(caught.value) == {first: "PERMANENT_FAILURE_INVALID_ACK_ID"}
     hold(pubsub, subscription, [again.ack_id], 0)
-    # The other one's acknowledgement stands.
+    # The second message stays acknowledged.
     assert len(pubsub.pull(subscription)) == 1
 
 
@@ -157,7 +157,7 @@ def test_an_out_of_order_ack_of_a_key_is_refused(pubsub):
     with pytest.raises(InvalidArgument) as caught:
         acknowledge(pubsub, subscription, [second])
 
-    assert told_of(caught.value) == {second: "TRANSIENT_FAILURE_UNORDERED_ACK_ID"}
+    assert confirmations(caught.value) == {second: "TRANSIENT_FAILURE_UNORDERED_ACK_ID"}
     acknowledge(pubsub, subscription, [first, second])
     assert pubsub.pull(subscription) == []
 
@@ -209,7 +209,7 @@ def test_missing_resources_are_reported(pubsub, call):
 
 
 def test_the_stub_refuses_what_pubsub_refuses(pubsub_stub):
-    from google.api_core import exceptions as of
+    from google.api_core import exceptions as api_errors
 
     topic, subscription = queue(pubsub_stub)
     pushed = pubsub_stub.subscription(topic, push_config={"push_endpoint": "https://example.com"})
@@ -217,13 +217,13 @@ def test_the_stub_refuses_what_pubsub_refuses(pubsub_stub):
     detached = pubsub_stub.subscription(topic)
     pubsub_stub.publisher.detach_subscription(request={"subscription": detached})
     for name in (pushed, written, detached):
-        with pytest.raises(of.FailedPrecondition):
+        with pytest.raises(api_errors.FailedPrecondition):
             pubsub_stub.pull(name)
-    with pytest.raises(of.InvalidArgument, match="At most 2500"):
+    with pytest.raises(api_errors.InvalidArgument, match="At most 2500"):
         acknowledge(pubsub_stub, subscription, [f"{subscription}:{n}" for n in range(2_501)])
-    with pytest.raises(of.InvalidArgument, match="524288"):
+    with pytest.raises(api_errors.InvalidArgument, match="524288"):
         acknowledge(pubsub_stub, subscription, [f"{subscription}:{'9' * 300_000}"] * 2)
-    with pytest.raises(of.InvalidArgument, match="deadline"):
+    with pytest.raises(api_errors.InvalidArgument, match="deadline"):
         hold(pubsub_stub, subscription, [f"{subscription}:1"], 601)
     for message in (
         {"data": b""},
@@ -233,26 +233,26 @@ def test_the_stub_refuses_what_pubsub_refuses(pubsub_stub):
         {"data": b"x", "attributes": {f"k{n}": "v" for n in range(101)}},
         {"data": b"x", "ordering_key": "k" * 1_025},
     ):
-        with pytest.raises(of.InvalidArgument):
+        with pytest.raises(api_errors.InvalidArgument):
             pubsub_stub.publish_all(topic, [message])
 
 
 def test_the_stub_injects_responses(pubsub_stub):
-    from google.api_core import exceptions as of
+    from google.api_core import exceptions as api_errors
 
     topic, subscription = queue(pubsub_stub)
     pubsub_stub.publish(topic, [b"one"])
-    answers = {
+    responses = {
         "Pull": Refused("PERMISSION_DENIED", "User not authorized to perform this action."),
         "Acknowledge": Refused("UNAVAILABLE", "lost", done=True),
     }
-    pubsub_stub.broker.answer = lambda call, _: answers.get(call)
-    with pytest.raises(of.PermissionDenied):
+    pubsub_stub.broker.answer = lambda call, _: responses.get(call)
+    with pytest.raises(api_errors.PermissionDenied):
         pubsub_stub.pull(subscription)
-    del answers["Pull"]
+    del responses["Pull"]
     [received] = pubsub_stub.pull(subscription)
 
-    with pytest.raises(of.ServiceUnavailable):
+    with pytest.raises(api_errors.ServiceUnavailable):
         acknowledge(pubsub_stub, subscription, [received.ack_id])
 
     assert pubsub_stub.broker.subscriptions[subscription].left == {}
@@ -277,10 +277,10 @@ def test_a_late_ack_may_or_may_not_succeed(late_acks):
 def test_a_nack_redelivers_later_messages_of_its_key(pubsub_stub):
     topic, subscription = queue(pubsub_stub, enable_message_ordering=True)
     pubsub_stub.publish(topic, [b"1", b"2", b"3"], ordering_key="k")
-    one, two, three = (delivery.ack_id for delivery in pubsub_stub.pull(subscription))
-    acknowledge(pubsub_stub, subscription, [one, three])
+    first, second, third = (delivery.ack_id for delivery in pubsub_stub.pull(subscription))
+    acknowledge(pubsub_stub, subscription, [first, third])
 
-    hold(pubsub_stub, subscription, [two], 0)
+    hold(pubsub_stub, subscription, [second], 0)
 
     assert data(pubsub_stub.pull(subscription)) == [b"2", b"3"]
 

@@ -1,8 +1,8 @@
 """Custody in holding queues: RabbitMQ.  A bundle holds one message here.
 
-A message may be in several places, as copies.  What a process has in hand goes back when its
-connection is gone: that ends a process here, as a kill does; to go on with another connection is
-what the next one does anyway::
+A message may be in several places, as copies.  Unacknowledged deliveries are requeued when their
+connection is closed: that ends a process here, as a kill does; to continue with another connection
+is the same as the next process::
 
     sweep     HoldingQueues.claim · HoldingQueue.fence · QueueJournal.note_swept: create
               for each open message: Outbox.carry_out · HoldingQueue.free
@@ -29,12 +29,12 @@ from tests.model.state import State, Thread, put, set_gen, set_message, set_thre
 
 
 class Copy(NamedTuple):
-    """Where a message is, once.
+    """One place of a message.
 
     :param place: ``queue``; ``taken`` from it; ``held`` in a holding queue; ``dead``.
     :param gen: The generation in whose holding queue it is.
     :param marked: Whether it is marked as a repetition.
-    :param hand: The number of the generation that has it in hand.
+    :param hand: The number of the generation that holds its delivery.
     """
 
     place: str
@@ -51,7 +51,7 @@ class Journal(NamedTuple):
     :param bound: Whether bundles can be published to the queue.
     :param opening: Whether the bundle that opens the queue is in it.
     :param claim: The thread whose connection has the claim; empty if none has.
-    :param turns: How many settlements have published failures.
+    :param turns: The number of settlements that have published failures.
     :param settled: ``""``, ``swept``, or ``settled``.
     :param bundles: The messages whose bundles that covers; ``None``: all.
     """
@@ -72,8 +72,8 @@ class Work(NamedTuple):
 
     :param gen: The generation whose holding queue it has claimed.
     :param reads: Whether it reads the bundles.
-    :param todo: The messages and what is to be published, one after another.
-    :param read: The messages whose bundles it got.
+    :param todo: The messages and the verdicts to publish, one after another.
+    :param read: The messages whose bundles it has read.
     :param turn: ``""``, ``"noted"``, or whether what it publishes may be a repetition.
     :param sweeps: Whether it is a sweep.
     """
@@ -150,7 +150,7 @@ class Bundles:
         return None
 
     def is_private(self, state: State, thread: Thread) -> bool:
-        if thread.at in ("bundle", "confirmed"):  # a zombie's connection may go meanwhile
+        if thread.at in ("bundle", "confirmed"):  # a zombie's connection may be closed meanwhile
             return thread.chain and not state.gens[thread.gen].late
         return thread.at in ("settle", "note closed", "opened", "settled", "turn", "turns")
 
@@ -160,13 +160,13 @@ class Bundles:
         for number, copies in enumerate(state.broker):
             for copy in copies or ():
                 if copy.place == "taken" and copy.hand not in gens:
-                    after = _moved(copies, copy, Copy("queue", -1, True))
-                    note = f"the connection of generation {copy.hand} is gone: message {number}"
+                    after = _move(copies, copy, Copy("queue", -1, True))
+                    note = f"the connection of generation {copy.hand} is closed: message {number}"
                     yield Step(f"RabbitMQ: {note}", set_message(state, number, after))
         for number in range(len(state.gens)):
             claim = self._journal(state, number).claim
             if claim and claim not in alive:
-                note = f"the connection of {claim} is gone: the claim of generation {number}"
+                note = f"the connection of {claim} is closed: the claim of generation {number}"
                 yield Step(f"RabbitMQ: {note}", self._change(state, number, claim=""))
 
     def holds(self, state: State, gen: int) -> bool:
@@ -190,7 +190,7 @@ class Bundles:
         return set_gen(state, gen, custody=self._journal(state, gen)._replace(**changes))
 
     def _held(self, state: State, gen: int) -> list[int]:
-        """The messages in the holding queue of a generation, each as often as it is there."""
+        """Returns the messages in the holding queue of a generation, repetitions included."""
         return [
             number
             for number, copies in enumerate(state.broker)
@@ -199,7 +199,7 @@ class Bundles:
         ]
 
     def _is_cut(self, state: State, thread: Thread) -> bool:
-        """Whether the connection is gone by which a holding queue was claimed."""
+        """Returns whether the connection that claimed a holding queue is closed."""
         return self._journal(state, thread.memo.gen).claim != thread.name
 
     # -- receiving -----------------------------------------------------------------------------
@@ -211,35 +211,35 @@ class Bundles:
         own, run = thread.gen, self.protocol
         journal = self._journal(state, own)
         if journal.opened and state.gens[own].late:
-            yield "its lease is about to end: it gives back", run.give_back(state, thread)
+            yield "its lease is about to end: it releases", run.release(state, thread)
             return
         if not journal.opened:
             for number, gen in enumerate(state.gens):
-                other = self._journal(state, number)
-                if other.opening and not other.claim and (gen.late or other.settled):
+                rival = self._journal(state, number)
+                if rival.opening and not rival.claim and (gen.late or rival.settled):
                     after = self._change(state, number, claim=thread.name)
                     work = Work(number, True, sweeps=True)
                     after = set_thread(after, thread, at="sweep fence", memo=work)
                     yield f"the holding queue of generation {number} is claimed", after
                     return
-        nothing = True
+        is_empty = True
         for number, copies in enumerate(state.broker):
             queued = [copy for copy in copies or () if copy.place == "queue"]
             if not queued:
                 continue
-            nothing = False
+            is_empty = False
             if not journal.opened:
                 after = self._change(state, own, claim=thread.name)
-                yield "messages are there", set_thread(after, thread, at="note opened")
+                yield "the queue has messages", set_thread(after, thread, at="note opened")
                 return
             taken = queued[0]._replace(place="taken", hand=str(own))
-            after = set_message(state, number, _moved(copies, queued[0], taken))
+            after = set_message(state, number, _move(copies, queued[0], taken))
             at = "confirmed" if run.drop == "confirm" else "bundle"
             after = set_thread(after, thread, at=at, memo=(number, taken))
             yield f"message {number} out of the queue", after
             break
-        if nothing or any(state.gens[own].got):
-            yield run.enough(state, thread)
+        if is_empty or any(state.gens[own].got):
+            yield run.stop_source(state, thread)
 
     def _note_opened(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         state = self._change(state, thread.gen, opened=True)
@@ -250,7 +250,7 @@ class Bundles:
         journal = self._journal(state, thread.gen)
         if journal.closed or journal.settled:
             after = self._change(state, thread.gen, claim="")
-            after = self.protocol.give_back(after, thread)
+            after = self.protocol.release(after, thread)
             yield "it was released before its first message", after
             return
         yield "it may begin", set_thread(state, thread, at="bind")
@@ -269,10 +269,10 @@ class Bundles:
         if self.protocol.drop != "confirm" and copy not in state.broker[number]:
             return
         if not journal.bound and self.protocol.drop != "fence":
-            after = self.protocol.give_back(state, thread)
+            after = self.protocol.release(state, thread)
             yield "the bundle is returned: it is unbound", after
             return
-        after = set_message(state, number, _moved(state.broker[number], None, Copy("held", own)))
+        after = set_message(state, number, _move(state.broker[number], None, Copy("held", own)))
         if self.protocol.drop == "fence" and not journal.opening:
             after = state  # into a queue that is being purged
         if self.protocol.drop == "confirm":
@@ -285,7 +285,7 @@ class Bundles:
         gen, copies = state.gens[thread.gen], state.broker[number]
         if copy not in copies:
             return
-        state = set_message(state, number, _moved(copies, copy))
+        state = set_message(state, number, _move(copies, copy))
         marks = gen.marked if gen.got[number] else put(gen.marked, number, copy.marked)
         state = set_gen(state, thread.gen, got=put(gen.got, number, True), marked=marks)
         at = "bundle" if self.protocol.drop == "confirm" else "receive"
@@ -381,7 +381,7 @@ class Bundles:
         if decision.complete and len(self._held(state, number)) == counted:
             todo = [(m, v) for m, v in enumerate(decision.verdicts) if v in ("retry", "dead")]
             work = Work(number, False, tuple(todo))
-            after = self._publishes(state, thread, work, report=decision.verdicts)
+            after = self._publish(state, thread, work, report=decision.verdicts)
             yield f"it is unbound, and all {counted} bundles are there", after
             return
         yield "it is unbound", set_thread(state, thread, at="get")
@@ -398,7 +398,7 @@ class Bundles:
                 todo = [(m, "release") for m in read]
                 state = state._replace(broken="what is settled comes to no callback again")
             work = work._replace(todo=tuple(todo), read=tuple(read))
-            after = self._publishes(state, thread, work)
+            after = self._publish(state, thread, work)
             yield f"bundles {read}", after
             return
         decision, report = thread.decision, [""] * self.protocol.messages
@@ -409,10 +409,10 @@ class Bundles:
             if verdict != "ack":
                 todo.append((message, verdict))
         after = work._replace(todo=tuple(todo), read=tuple(read))
-        yield f"bundles {read}", self._publishes(state, thread, after, report=tuple(report))
+        yield f"bundles {read}", self._publish(state, thread, after, report=tuple(report))
 
-    def _publishes(self, state: State, thread: Thread, work: Work, **changes: Any) -> State:
-        """Goes on with the next message to publish, or with what comes after the last."""
+    def _publish(self, state: State, thread: Thread, work: Work, **changes: Any) -> State:
+        """Continues with the next message to publish, or with the step after the last."""
         if work.todo:
             failure = work.todo[0][1] in ("retry", "dead")
             at = "turn" if failure and not work.turn else "carry out"
@@ -440,7 +440,7 @@ class Bundles:
             before = int(work.turn.removeprefix("after "))
             repeats = before > 0
             state = self._change(state, number, turns=min(before + 1, 2))
-        after = self._publishes(state, thread, work._replace(turn="again" if repeats else "first"))
+        after = self._publish(state, thread, work._replace(turn="again" if repeats else "first"))
         yield "others settle it, too" if repeats else "it is the first", after
 
     def _carry_out(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
@@ -448,15 +448,15 @@ class Bundles:
         if self._is_cut(state, thread) and run.drop != "turn":
             return
         message, verdict = work.todo[0]
-        broken = "" if work.sweeps else run.carried(state, thread, message, verdict)
+        broken = "" if work.sweeps else run.check_verdict(state, thread, message, verdict)
         again = work.turn == "again" or state.gens[work.gen].marked[message]
         copy = Copy("dead", -1, again) if verdict == "dead" else Copy("queue", -1, True)
-        state = set_message(state, message, _moved(state.broker[message], None, copy))
-        after = self._publishes(state, thread, work._replace(todo=work.todo[1:]))
+        state = set_message(state, message, _move(state.broker[message], None, copy))
+        after = self._publish(state, thread, work._replace(todo=work.todo[1:]))
         yield f"message {message}: {verdict}", after._replace(broken=broken)
 
     def _note(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        """Created once: the first note stands."""
+        """Creates the note once: the first one stands."""
         work, decision = thread.memo, thread.decision
         assert decision is not None
         gen, journal = state.gens[work.gen], self._journal(state, work.gen)
@@ -477,13 +477,13 @@ class Bundles:
             done = tuple(m for m, verdict in enumerate(decision.verdicts) if verdict)
         for message in done:
             verdict = decision.verdicts[message] or "release"
-            broken = broken or self.protocol.carried(state, thread, message, verdict)
+            broken = broken or self.protocol.check_verdict(state, thread, message, verdict)
         after = work if work.reads else work._replace(read=tuple(self._held(state, work.gen)))
         state = set_thread(state, thread, at="free", memo=after)
         yield "it is settled", state._replace(broken=broken)
 
     def _free(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        """Removes what is done with, then the bundle that opens the queue."""
+        """Removes the settled bundles, then the bundle that opens the queue."""
         work = thread.memo
         if self._is_cut(state, thread):
             return
@@ -493,7 +493,7 @@ class Bundles:
         for message in read:
             copies = state.broker[message]
             copy = next(c for c in copies if c.place == "held" and c.gen == work.gen)
-            state = set_message(state, message, _moved(copies, copy))
+            state = set_message(state, message, _move(copies, copy))
         state = self._change(state, work.gen, opening=False)
         if self.protocol.drop == "publish failures" and not work.reads and work.todo:
             yield "it is purged", set_thread(state, thread, at="turn")
@@ -504,22 +504,22 @@ class Bundles:
 
     # -- promises ------------------------------------------------------------------------------
 
-    def wrong(self, state: State) -> str:
+    def violation(self, state: State) -> str:
         for number, copies in enumerate(state.broker):
             if copies is None:
                 continue
             if not copies and all(gen.outcome[number] != "ok" for gen in state.gens):
                 return "no message is lost"
-            letters = [copy.marked for copy in copies if copy.place == "dead"]
-            if letters.count(False) > 1:
+            marks = [copy.marked for copy in copies if copy.place == "dead"]
+            if marks.count(False) > 1:
                 return "a repetition is marked"
         for number in range(len(state.gens)):
             journal = self._journal(state, number)
             if self._held(state, number) and not (journal.opening or journal.bound):
-                return "what is held is in a holding queue that says whose it is"
+                return "held messages are in a holding queue that names its generation"
         return ""
 
-    def left(self, state: State) -> str:
+    def leftovers(self, state: State) -> str:
         for number, copies in enumerate(state.broker):
             if any(copy.place != "dead" for copy in copies or ()):
                 return f"message {number} is left over"
@@ -529,13 +529,13 @@ class Bundles:
         return ""
 
 
-def _moved(
-    copies: tuple[Copy, ...], copy: Copy | None, made: Copy | None = None
+def _move(
+    copies: tuple[Copy, ...], copy: Copy | None, added: Copy | None = None
 ) -> tuple[Copy, ...]:
-    """The copies of a message with one taken away, and one put there."""
+    """Returns the copies of a message with one removed, and one added."""
     left = list(copies)
     if copy is not None:
         left.remove(copy)
-    if made is not None:
-        left.append(made)
+    if added is not None:
+        left.append(added)
     return tuple(sorted(left))

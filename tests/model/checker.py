@@ -1,7 +1,7 @@
 """A breadth-first search through all states of a model: the first bad one has the shortest trace.
 
-A model's states are hashable values.  Where a step concerns nobody but who takes it, the model says
-so, and the search follows that step alone: to put others before it gives the same states later.
+A model's states are hashable values.  If a step affects only its own thread, the model marks it,
+and the search follows that step alone: the others before it lead to the same states later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ S = TypeVar("S", bound=Hashable)
 class Step(NamedTuple, Generic[S]):
     """One atomic action.
 
-    :param name: Who does what, for people: the last word before the colon names a function.
+    :param name: Thread and action, for readers: the last word before the colon names a function.
     :param state: The state after it.
     :param alone: The thread, if the step changes only what no other reads, and can be taken at any
         time; else empty.
@@ -33,21 +33,21 @@ class Model(Protocol[S]):
     def start(self) -> S: ...
 
     def steps(self, state: S) -> Sequence[Step[S]]:
-        """All that can happen next."""
+        """Returns all possible next steps."""
         ...
 
-    def wrong(self, state: S) -> str:
-        """Which promise the state breaks; empty if none."""
+    def violation(self, state: S) -> str:
+        """Returns the promise that the state breaks; empty if none."""
         ...
 
 
-class TooMany(Exception):
-    """There are more states than were allowed for."""
+class StateLimitExceeded(Exception):
+    """The search has more states than its limit."""
 
 
 @dataclass(frozen=True)
-class Broken(Generic[S]):
-    """A broken promise, and the shortest way to it."""
+class Violation(Generic[S]):
+    """A broken promise, and the shortest trace to it."""
 
     promise: str
     trace: Sequence[str]
@@ -59,7 +59,7 @@ class Broken(Generic[S]):
 
 
 @dataclass(frozen=True)
-class Explored(Generic[S]):
+class SearchResult(Generic[S]):
     """The result of a search.
 
     :param depth: The number of steps to the state that is furthest away.
@@ -68,53 +68,55 @@ class Explored(Generic[S]):
     states: int
     steps: int
     depth: int
-    broken: Broken[S] | None
+    broken: Violation[S] | None
 
 
 def explore(
     model: Model[S],
     *,
-    most: int,
+    max_states: int,
     then: Callable[[S], tuple[str, Sequence[str]] | None] = lambda state: None,
-) -> Explored[S]:
-    """Looks at every state that can be reached, nearest first, until one is wrong.
+) -> SearchResult[S]:
+    """Visits every reachable state, nearest first, until one breaks a promise.
 
-    :param most: States to look at, at most.
-    :param then: Looks further from each state that is right: which promise is broken after it, and
-        by which steps; ``None`` if all is well.
-    :raises TooMany: If there are more states.
+    :param max_states: States to visit, at most.
+    :param then: Continues from each state without a violation: returns the promise that is broken
+        after it, and the steps; ``None`` if none is.
+    :raises StateLimitExceeded: If there are more states.
     """
     start = model.start()
-    came: dict[S, tuple[S, str] | None] = {start: None}
+    previous: dict[S, tuple[S, str] | None] = {start: None}
     level, depth, count = [start], 0, 0
     while level:
-        following: list[S] = []
+        next_level: list[S] = []
         for state in level:
-            promise = model.wrong(state)
+            promise = model.violation(state)
             later = None if promise else then(state)
             if promise or later is not None:
                 promise, more = later or (promise, ())
-                trace = [*_trace(came, state), *more]
-                return Explored(len(came), count, depth, Broken(promise, trace, state))
+                trace = [*_trace(previous, state), *more]
+                return SearchResult(len(previous), count, depth, Violation(promise, trace, state))
             steps = model.steps(state)
             alone = next((step.alone for step in steps if step.alone), "")
             for step in steps:
                 if step.alone != alone:
                     continue
                 count += 1
-                if step.state not in came:
-                    came[step.state] = state, step.name
-                    following.append(step.state)
-        if len(came) > most:
-            raise TooMany(f"more than {most:,} states: {len(came):,} at depth {depth}")
-        level = following
-        depth += bool(following)
-    return Explored(len(came), count, depth, None)
+                if step.state not in previous:
+                    previous[step.state] = state, step.name
+                    next_level.append(step.state)
+        if len(previous) > max_states:
+            raise StateLimitExceeded(
+                f"more than {max_states:,} states: {len(previous):,} at depth {depth}"
+            )
+        level = next_level
+        depth += bool(next_level)
+    return SearchResult(len(previous), count, depth, None)
 
 
-def _trace(came: dict[S, tuple[S, str] | None], state: S) -> list[str]:
+def _trace(previous: dict[S, tuple[S, str] | None], state: S) -> list[str]:
     names: list[str] = []
-    while (before := came[state]) is not None:
+    while (before := previous[state]) is not None:
         state, name = before
         names.append(name)
     return names[::-1]

@@ -14,12 +14,12 @@ from tests.model.rows import Rows
 class Mutant(NamedTuple):
     """A model that lacks a guard.
 
-    :param drop: What the model calls the guard.
-    :param place: Where it stands in the code.
-    :param guard: What it does there.
-    :param promise: What is broken without it.
-    :param custody: The custody in which that shows.
-    :param options: Those of the smallest run in which it shows.
+    :param drop: The guard's name in the model.
+    :param place: The guard's function in the code.
+    :param guard: The guard's action there.
+    :param promise: The promise that is broken without it.
+    :param custody: The custody in which the violation shows.
+    :param options: Options of the smallest run in which it shows.
     """
 
     drop: str
@@ -37,15 +37,15 @@ MUTANTS: Final = (
     Mutant(
         "is_over",
         "runs.sweep.sweep",
-        "asks Airflow whether another run is over, before it settles what that one holds",
+        "asks Airflow whether another run is over, before it settles that run's messages",
         "the normal path makes no repetition",
         Rows,
-        {**_PROCESS, "trouble": 0, "lapses": 0, "beside": True},
+        {**_PROCESS, "trouble": 0, "lapses": 0, "overlap": True},
     ),
     Mutant(
         "settling",
         "runs.sweep.sweep",
-        "finishes what somebody began to settle, instead of calling it void",
+        "completes a settlement that was begun, instead of voiding it",
         "no outcome is contradicted",
         Rows,
         {**_BATCH, "lapses": 0, "trouble": 2},
@@ -53,7 +53,7 @@ MUTANTS: Final = (
     Mutant(
         "retention",
         "staging.retention.sweep_retention",
-        "keeps a run that has an unsettled generation, though it was marked balanced",
+        "retains a run that has an unsettled generation, though it was marked balanced",
         "what is unsettled stays in staging",
         Rows,
         {**_PROCESS, "lapses": 0, "retention": True},
@@ -69,7 +69,7 @@ MUTANTS: Final = (
     Mutant(
         "publish",
         "staging.run_folder.StagedRun.publish",
-        "looks whether settling has begun, before the manifest is created",
+        "checks whether settling has begun, before the manifest is created",
         "no manifest is published of what is being settled",
         Rows,
         {**_PROCESS, "lapses": 0},
@@ -109,7 +109,7 @@ MUTANTS: Final = (
     Mutant(
         "record",
         "core.formats.record_batch.BatchRecorder.record",
-        "writes the outcome down before anybody may settle by it",
+        "records the outcome before it may be settled by",
         "nothing is acknowledged without a recorded success",
         Rows,
         {**_BATCH, "trouble": 0, "lapses": 0},
@@ -149,7 +149,7 @@ MUTANTS: Final = (
     Mutant(
         "forget",
         "staging.settling.journal.record_settled",
-        "takes a generation from the list of unsettled ones after its report is written",
+        "removes a generation from the list of unsettled ones after its report is written",
         "a sweep finds what is unsettled",
         Rows,
         {**_PROCESS, "trouble": 0, "lapses": 0},
@@ -157,7 +157,7 @@ MUTANTS: Final = (
     Mutant(
         "ended",
         "producers.sqlite.leases.settle",
-        "settles nothing by a lease that has ended, and gives its report once more",
+        "settles nothing by a lease that has ended, and returns its report again",
         "who holds a message settles it",
         Rows,
         {**_PROCESS, "trouble": 0},
@@ -189,7 +189,7 @@ MUTANTS: Final = (
     Mutant(
         "turn",
         "producers.rabbitmq.journal.QueueJournal.note_turn",
-        "writes its turn down before it looks for those of others",
+        "records its turn before it reads those of others",
         "a repetition is marked",
         Bundles,
         {"batchers": False, "results": ("dead",), "kinds": ("over",), "lapses": 0},
@@ -224,6 +224,6 @@ MUTANTS: Final = (
         "releases nothing of a bundle that a noted settlement covers",
         "what is settled comes to no callback again",
         Bundles,
-        {**_PROCESS, "lapses": 0, "kinds": ("again",), "beside": True},
+        {**_PROCESS, "lapses": 0, "kinds": ("again",), "overlap": True},
     ),
 )

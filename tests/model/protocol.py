@@ -1,6 +1,6 @@
-"""The custody protocol: what each task of a run does, one atomic step after another.
+"""The custody protocol: each task of a run, one atomic step after another.
 
-A step is one durable write, one request to a broker, or one look at what others write.  In the
+A step is one durable write, one request to a broker, or one read of what others write.  In the
 order of the code::
 
     process   iter_unsettled · settling of each that is dead · sweep_retention
@@ -15,13 +15,13 @@ order of the code::
               the custodian: settle (by the custody) · record_settled: create the report
               forget_open: remove the copy in _open/
 
-A process may be killed or sleep between any two.  Both are one in the model: Airflow takes a thread
-for dead, and goes on without it, and from then on it may take its next step at any time, or never.
-Of what Airflow and people do there is: the next try; no further try; a task cleared; the sensor's
-time-out; a run that is over though its tasks are at work.  A deadline may pass at any time.
+A process may be killed or sleep between any two.  Both are the same in the model: Airflow treats a
+thread as dead and continues without it, and from then on it may take its next step at any time, or
+never.  Actions of Airflow and users: the next try; no further try; a task cleared; the sensor's
+time-out; a run that is over though its tasks are running.  A deadline may pass at any time.
 
-What is no step here: renewals (a deadline that has not passed yet may have been moved), settling at
-once, and errors of a broker or a disk, which end a task as a kill does.
+Not modelled: renewals (a deadline that has not passed yet may have been moved), immediate settling,
+and errors of a broker or a disk, which end a task as a kill does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, Final, Protocol
 from tests.model.checker import Step
 from tests.model.state import A, B, Decision, Gen, State, Thread, put, set_gen, set_thread
 
-#: The step of each thread, and what takes it in the code.
+#: The step of each thread, and the function that takes it in the code.
 CODE: Final = {
     "sweep": "staging.run_folder.iter_unsettled",
     "retain": "staging.retention.sweep_retention",
@@ -61,24 +61,24 @@ CODE: Final = {
 
 #: The first step of each task.
 FIRST: Final = {"process": "sweep", "batch": "plan", "ack": "ack"}
-#: Steps that look at generations of others.
+#: Steps that read generations of others.
 _LOOKS: Final = ("sweep", "retain", "ack", "report")
 #: The step that ends a task.
 END: Final = "end"
 
 
 class Custody(Protocol):
-    """One way of holding messages: what the source and the custodian do, and the broker."""
+    """One way of holding messages: steps of the source, the custodian and the broker."""
 
-    #: The step of a thread, and what takes it in the code.
+    #: The step of a thread, and the function that takes it in the code.
     code: Mapping[str, str]
 
     def start(self, present: int, messages: int) -> tuple[Any, ...]:
-        """The broker with so many messages, of so many that will be sent."""
+        """Returns the broker with its present messages, of so many that will be sent."""
         ...
 
     def send(self, state: State) -> State | None:
-        """The publisher sends the next message; ``None``: there is none."""
+        """Sends the publisher's next message; ``None`` if none is left."""
         ...
 
     def step(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
@@ -86,7 +86,7 @@ class Custody(Protocol):
         ...
 
     def is_private(self, state: State, thread: Thread) -> bool:
-        """Whether the next step only looks at what is noted of its generation, or at the clock."""
+        """Returns whether the next step only reads its generation's records, or the clock."""
         ...
 
     def events(self, state: State) -> Iterator[Step[State]]:
@@ -94,22 +94,22 @@ class Custody(Protocol):
         ...
 
     def holds(self, state: State, gen: int) -> bool:
-        """Whether a generation's deadline may still pass."""
+        """Returns whether a generation's deadline may still pass."""
         ...
 
     def lapse(self, state: State) -> State:
-        """Time goes by until no lease holds any more."""
+        """Advances time until every lease has lapsed."""
         ...
 
     def ended(self, state: State, gen: int) -> bool:
-        """Whether a settlement has ended the generation's lease."""
+        """Returns whether a settlement has ended the generation's lease."""
         ...
 
-    def wrong(self, state: State) -> str:
-        """Which promise is broken at the broker."""
+    def violation(self, state: State) -> str:
+        """Returns the promise that is broken at the broker; empty if none."""
         ...
 
-    def left(self, state: State) -> str:
+    def leftovers(self, state: State) -> str:
         """Returns the leftovers of a finished world."""
         ...
 
@@ -120,14 +120,14 @@ class Run:
     :param batchers: Whether the pipeline has batchers.
     :param present: Messages that are in the queue at the beginning.
     :param later: Messages that are sent at any time.
-    :param trouble: How often something goes wrong: a kill, a clear, a time-out.
-    :param lapses: How many deadlines pass.
-    :param other: Whether the other run ever begins.
-    :param kinds: What may go wrong: a task is taken for dead, and tried again, or for good; the
+    :param trouble: The number of faults: a kill, a clear, a time-out.
+    :param lapses: The number of deadlines that pass.
+    :param second_run: Whether the second run ever begins.
+    :param kinds: Kinds of faults: a task is treated as dead, and tried again, or for good; the
         sensor looks for the last time; the process task is cleared; the run is over.
-    :param beside: Whether the other run may begin before this one is over.
-    :param retention: Whether what balanced may be old enough to be removed.
-    :param results: What a callback may make of a message that comes for the first time.
+    :param overlap: Whether the second run may begin before the first is over.
+    :param retention: Whether a balanced run may be old enough to be removed.
+    :param results: The possible results of a callback for a message's first delivery.
     :param drop: The guards that are left out.
     """
 
@@ -140,9 +140,9 @@ class Run:
         later: int = 0,
         trouble: int = 1,
         lapses: int = 1,
-        other: bool = True,
+        second_run: bool = True,
         kinds: Collection[str] = ("again", "for good", "last look", "clear", "over"),
-        beside: bool = False,
+        overlap: bool = False,
         retention: bool = False,
         results: Sequence[str] = ("ok", "dead"),
         drop: str = "",
@@ -150,7 +150,7 @@ class Run:
         self.batchers = batchers
         self.present, self.messages = present, present + later
         self.trouble, self.lapses = trouble, lapses
-        self.other, self.beside = other, beside
+        self.second_run, self.overlap = second_run, overlap
         self.kinds = kinds
         self.retention = retention
         self.results = results
@@ -184,22 +184,22 @@ class Run:
 
     def start(self) -> State:
         none = (False,) * self.messages
-        other = Gen(B, False, False, none, none, ("",) * self.messages)
+        second = Gen(B, False, False, none, none, ("",) * self.messages)
         threads = (self.thread("A1", A), self.thread("B1", B, gen=0))
         broker = self.custody.start(self.present, self.messages)
-        return State((other,), threads, broker, self.trouble, self.lapses)
+        return State((second,), threads, broker, self.trouble, self.lapses)
 
     @staticmethod
     def thread(name: str, run: int, task: str = "process", gen: int = -1, **more: Any) -> Thread:
-        """A new execution of a task."""
+        """Returns a new execution of a task."""
         return Thread(name, run, task, FIRST[task], gen, **more)
 
     def steps(self, state: State) -> list[Step[State]]:
-        found: list[Step[State]] = []
+        steps: list[Step[State]] = []
         for thread in state.threads:
-            found += self.of(state, thread)
-        found += [
-            Step(name, made) for kind, name, made in self._airflow(state) if kind in self.kinds
+            steps += self.steps_of(state, thread)
+        steps += [
+            Step(name, after) for kind, name, after in self._airflow(state) if kind in self.kinds
         ]
         if state.lapses > 0:
             for number, gen in enumerate(state.gens):
@@ -211,16 +211,16 @@ class Run:
                 ):
                     late = set_gen(state, number, late=True)
                     name = f"clock: the deadline of generation {number} passes"
-                    found.append(Step(name, late._replace(lapses=state.lapses - 1)))
-        found += self.custody.events(state)
+                    steps.append(Step(name, late._replace(lapses=state.lapses - 1)))
+        steps += self.custody.events(state)
         sent = self.custody.send(state)
         if sent is not None:
-            found.append(Step("publisher: another message is sent", sent))
-        return found
+            steps.append(Step("publisher: another message is sent", sent))
+        return steps
 
-    def of(self, state: State, thread: Thread) -> list[Step[State]]:
+    def steps_of(self, state: State, thread: Thread) -> list[Step[State]]:
         """Returns the possible next steps of one thread."""
-        waits = not self.other or not (self.beside or state.over[A])
+        waits = not self.second_run or not (self.overlap or state.over[A])
         if waits and thread.run == B and thread.at == "sweep":
             return []
         own = self._steps.get(thread.at)
@@ -229,15 +229,15 @@ class Run:
         if (own is not None or private) and self._is_alone(state, thread, private):
             alone = thread.name
         return [
-            Step(self.name(thread, note), self._settled_down(made, thread), alone)
-            for note, made in (own or self.custody.step)(state, thread)
+            Step(self.name(thread, note), self._continue_run(after, thread), alone)
+            for note, after in (own or self.custody.step)(state, thread)
         ]
 
     @staticmethod
     def _is_alone(state: State, thread: Thread, private: bool) -> bool:
-        """Whether the step's moment makes no difference to others.
+        """Returns whether the step's timing makes no difference to others.
 
-        So it is in the files of a generation at which no other thread will look.
+        It makes none in the files of a generation that no other thread will read.
         """
         at = thread.at
         if at == "stage":
@@ -249,19 +249,19 @@ class Run:
         timed = state.lapses > 0 and not state.gens[gen].late and thread.run == A
         if timed and (owns or private):
             return False
-        for other in state.threads:
-            if other.name == thread.name:
+        for rival in state.threads:
+            if rival.name == thread.name:
                 continue
-            if any(number == gen for number, _ in other.settling):
+            if any(number == gen for number, _ in rival.settling):
                 return False
-            if other.run != thread.run:
-                if other.at == "sweep" and state.over[thread.run]:
+            if rival.run != thread.run:
+                if rival.at == "sweep" and state.over[thread.run]:
                     return False
             elif (
-                other.chain
-                or other.at in _LOOKS
-                or other.gen in (gen, -1)
-                or (owns and other.task == "batch")
+                rival.chain
+                or rival.at in _LOOKS
+                or rival.gen in (gen, -1)
+                or (owns and rival.task == "batch")
             ):
                 return False
         return True
@@ -270,7 +270,7 @@ class Run:
         """Describes a thread's step."""
         return f"{thread.name} {thread.task}: {self.code[thread.at]}: {note}"
 
-    def wrong(self, state: State) -> str:
+    def violation(self, state: State) -> str:
         if state.broken:
             return state.broken
         calm = state.trouble == self.trouble and state.lapses == self.lapses
@@ -283,9 +283,9 @@ class Run:
         for gen in state.gens:
             if gen.record and not gen.report and not gen.listed:
                 return "a sweep finds what is unsettled"
-        return self.custody.wrong(state)
+        return self.custody.violation(state)
 
-    # -- Airflow, and people -------------------------------------------------------------------
+    # -- Airflow, and users --------------------------------------------------------------------
 
     def _airflow(self, state: State) -> Iterator[tuple[str, str, State]]:
         """Yields possible faults: kind, name, and the state afterwards."""
@@ -296,44 +296,44 @@ class Run:
         if main is None:
             if state.over[A]:
                 again = less._replace(over=put(less.over, A, False))
-                after = self._begins(again, "process", None)
+                after = self._begin_task(again, "process", None)
                 yield "clear", "Airflow: process is cleared", after
             return
-        gone = set_thread(less, main, chain=False)
-        who = f"Airflow: {main.name} {main.task} is taken for dead"
+        dead = set_thread(less, main, chain=False)
+        prefix = f"Airflow: {main.name} {main.task} is treated as dead"
         task = "process" if main.task == "given back" else main.task
-        yield "again", f"{who}, and tried again", self._begins(gone, task, main)
+        yield "again", f"{prefix}, and tried again", self._begin_task(dead, task, main)
         if main.task != "ack":
-            yield "for good", f"{who} for good", self._begins(gone, "ack", main)
-            last = self._begins(less, "ack", main, chain=False)
+            yield "for good", f"{prefix} for good", self._begin_task(dead, "ack", main)
+            last = self._begin_task(less, "ack", main, chain=False)
             yield "last look", "Airflow: ack looks for the last time", last
         if main.task in ("batch", "ack"):
-            after = self._begins(gone, "process", main)
+            after = self._begin_task(dead, "process", main)
             yield "clear", "Airflow: process is cleared", after
-        over = gone._replace(over=put(gone.over, A, True))
+        over = dead._replace(over=put(dead.over, A, True))
         yield "over", "Airflow: the run is over", over
 
-    def _begins(self, state: State, task: str, before: Thread | None, **more: Any) -> State:
+    def _begin_task(self, state: State, task: str, before: Thread | None, **more: Any) -> State:
         count = state.executions + 1
         gen = -1 if before is None or task == "process" else before.gen
         thread = self.thread(f"A{count}", A, task, gen, **more)
         return state._replace(threads=(*state.threads, thread), executions=count)
 
-    def _settled_down(self, state: State, thread: Thread) -> State:
-        """Goes on with the task that follows one that has ended."""
-        now = next((other for other in state.threads if other.name == thread.name), None)
-        if now is None or now.at != END:
+    def _continue_run(self, state: State, thread: Thread) -> State:
+        """Continues with the task that follows one that has ended."""
+        ended = next((item for item in state.threads if item.name == thread.name), None)
+        if ended is None or ended.at != END:
             return state
-        if not now.chain or now.task == "ack":
-            gone = tuple(thread for thread in state.threads if thread.name != now.name)
-            state = state._replace(threads=gone)
-            if now.task == "ack" and now.chain:
-                state = state._replace(over=put(state.over, now.run, True))
+        if not ended.chain or ended.task == "ack":
+            threads = tuple(thread for thread in state.threads if thread.name != ended.name)
+            state = state._replace(threads=threads)
+            if ended.task == "ack" and ended.chain:
+                state = state._replace(over=put(state.over, ended.run, True))
             return state
-        batch = now.task == "process" and self.batchers
+        batch = ended.task == "process" and self.batchers
         task = "batch" if batch else "ack"
-        fresh = self.thread(now.name, now.run, task, now.gen)
-        return set_thread(state, now, **fresh._asdict())
+        fresh = self.thread(ended.name, ended.run, task, ended.gen)
+        return set_thread(state, ended, **fresh._asdict())
 
     # -- the process task ----------------------------------------------------------------------
 
@@ -387,13 +387,13 @@ class Run:
         yield "its record", set_thread(state, thread, at="receive")
 
     @staticmethod
-    def enough(state: State, thread: Thread) -> tuple[str, State]:
-        """The source stops, and its messages are handled."""
+    def stop_source(state: State, thread: Thread) -> tuple[str, State]:
+        """Stops the source; its messages are handled next."""
         note = "the queue is empty, or the budget spent"
         return note, set_thread(state, thread, at="stage", memo=())
 
-    def give_back(self, state: State, thread: Thread) -> State:
-        """The task fails: what its generation holds is released."""
+    def release(self, state: State, thread: Thread) -> State:
+        """Fails the task; its generation's messages are released."""
         return set_thread(
             state,
             thread,
@@ -409,11 +409,11 @@ class Run:
         if self.batchers:
             yield "the messages for batchers", set_thread(state, thread, at="look")
             return
-        for results in product(*(self.made_of(gen, place) for place in range(self.messages))):
+        for results in product(*(self.results_of(gen, place) for place in range(self.messages))):
             after = set_gen(state, thread.gen, outcome=results)
             yield f"the entries: {_listed(results)}", set_thread(after, thread, at="look")
 
-    def made_of(self, gen: Gen, message: int) -> Sequence[str]:
+    def results_of(self, gen: Gen, message: int) -> Sequence[str]:
         """Returns the possible results of a callback."""
         if not gen.got[message]:
             return ("",)
@@ -422,7 +422,7 @@ class Run:
     def _look(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         intent = state.gens[thread.gen].intent
         if intent and self.drop != "publish":
-            yield "settling has begun: it gives back", self.give_back(state, thread)
+            yield "settling has begun: it releases", self.release(state, thread)
             return
         broken = "no manifest is published of what is being settled" if intent else ""
         state = set_thread(state, thread, at="publish")._replace(broken=broken)
@@ -460,7 +460,7 @@ class Run:
         at = "begin" if place < self.messages else "stand in"
         return {"at": at, "place": place if at == "begin" else 0, "result": ""}
 
-    def _owns(self, state: State, thread: Thread) -> str:
+    def _refusal(self, state: State, thread: Thread) -> str:
         gen = state.gens[thread.gen]
         if state.tries[thread.run] > thread.number and self.drop != "try":
             return "a later try has begun"
@@ -471,7 +471,7 @@ class Run:
         return ""
 
     def _begin(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        refused = self._owns(state, thread)
+        refused = self._refusal(state, thread)
         if refused:
             at = END if refused.startswith("a later") else "stand in"
             yield f"{refused}: it stops", set_thread(state, thread, at=at, place=0)
@@ -485,18 +485,18 @@ class Run:
         yield f"batch {thread.place} is owned", state
 
     def _handle(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        if self.drop == "record":  # what has no outcome counts as if it had one
+        if self.drop == "record":  # a batch without an outcome counts as if it had one
             yield (
                 "ok, and nothing is recorded",
                 set_thread(state, thread, **self._next(state, thread, thread.place + 1)),
             )
             return
-        for result in self.made_of(state.gens[thread.gen], thread.place):
+        for result in self.results_of(state.gens[thread.gen], thread.place):
             note = f"batch {thread.place}: {result}"
             yield note, set_thread(state, thread, at="check", result=result)
 
     def _check(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        refused = self._owns(state, thread)
+        refused = self._refusal(state, thread)
         if refused:
             at = END if refused.startswith("a later") else "stand in"
             yield (
@@ -508,20 +508,20 @@ class Run:
 
     def _record(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         gen, place = state.gens[thread.gen], thread.place
-        there, broken = gen.outcome[place], ""
-        if not there or self.drop == "outcome":
+        existing, broken = gen.outcome[place], ""
+        if not existing or self.drop == "outcome":
             note = f"the outcome of batch {place}: {thread.result}"
-            if there and there != thread.result:
+            if existing and existing != thread.result:
                 broken = "no outcome is contradicted"
             outcome = put(gen.outcome, place, thread.result)
             state = set_gen(state, thread.gen, outcome=outcome)
         else:
-            note = f"the outcome {there!r} of batch {place} stands"
+            note = f"the outcome {existing!r} of batch {place} stands"
         changes = self._next(state, thread, place + 1)
         yield note, set_thread(state, thread, **changes)._replace(broken=broken)
 
     def _stand_in(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
-        yield "the sensor is there", set_thread(state, thread, at=END)
+        yield "the sensor is active", set_thread(state, thread, at=END)
         gen = state.gens[thread.gen]
         decision = self.decision(gen, void=False)
         if (decision.complete or gen.intent) and not gen.report:
@@ -599,12 +599,12 @@ class Run:
 
     def _journal(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         number, _ = thread.settling[0]
-        there = state.gens[number].report
+        existing = state.gens[number].report
         note, broken = f"the report of generation {number}: {_listed(thread.report)}", ""
-        if there and self.drop != "report":
-            note = f"the report {_listed(there)} of generation {number} stands"
+        if existing and self.drop != "report":
+            note = f"the report {_listed(existing)} of generation {number} stands"
         else:
-            if there and there != thread.report:
+            if existing and existing != thread.report:
                 broken = "the first report stands"
             state = set_gen(state, number, report=thread.report, intent=True)
         state = set_thread(state, thread, at="forget", report=(), memo=())
@@ -617,15 +617,15 @@ class Run:
 
     @staticmethod
     def _settled(state: State, thread: Thread) -> State:
-        """Goes on to the next generation to settle."""
+        """Continues with the next generation to settle."""
         left = thread.settling[1:]
         at, then = ("decide", thread.then) if left else (thread.then, "")
         return set_thread(
             state, thread, at=at, then=then, settling=left, decision=None, report=(), memo=()
         )
 
-    def carried(self, state: State, thread: Thread, message: int, verdict: str) -> str:
-        """Which promise is broken by a verdict that is carried out now; empty if none is."""
+    def check_verdict(self, state: State, thread: Thread, message: int, verdict: str) -> str:
+        """Returns the promise that a verdict breaks if carried out now; empty if none."""
         number, _ = thread.settling[0]
         gen = state.gens[number]
         if verdict == "ack" and not gen.manifest:
@@ -638,7 +638,7 @@ class Run:
 
 
 def _balances(gen: Gen) -> bool:
-    """Whether a report names as many messages as the manifest, where there is one."""
+    """Returns whether a report names as many messages as the manifest, where there is one."""
     return not gen.manifest or sum(map(bool, gen.report)) == sum(gen.got)
 
 

@@ -1,7 +1,7 @@
 """Custody by receipts with a visibility timeout: SQS.
 
-A receipt settles one message, and each is a request of its own.  What a producer knows lies in
-files of its own, beside the run's::
+A receipt settles one message, and each is a request of its own.  A producer keeps its state in its
+own files, next to the run's::
 
     receive   ReceiveMessage · secure: is it settled? · Receipts.hold
     settle    Receipts.load: is it settled? · Receipts.begin
@@ -9,8 +9,8 @@ files of its own, beside the run's::
               ChangeMessageVisibility
               Receipts.end: create the report
 
-SQS takes a receipt whose time is over as long as nobody else has received the message; afterwards
-it says that it has deleted it, and has not.
+SQS accepts an expired receipt as long as the message was not received again; afterwards it confirms
+a deletion that did not happen.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from tests.model.checker import Step
 from tests.model.protocol import Run
 from tests.model.state import State, Thread, put, set_gen, set_message, set_thread
 
-#: Where a message is: not sent yet, visible, in flight, deleted.
-LATER, READY, FLYING, GONE = "later", "ready", "flying", "gone"
+#: The place of a message: not sent yet, visible, in flight, deleted.
+LATER, READY, IN_FLIGHT, DELETED = "later", "ready", "in flight", "deleted"
 
 
 class Message(NamedTuple):
     """A message at SQS.
 
     :param receipt: The generation that received it last.
-    :param delivered: Whether anybody ever did.
-    :param letter: Whether a dead letter of it was sent.
+    :param delivered: Whether it was ever received.
+    :param dead_lettered: Whether a dead letter of it was sent.
     """
 
     place: str
     receipt: int = -1
     delivered: bool = False
-    letter: bool = False
+    dead_lettered: bool = False
 
 
 class Log(NamedTuple):
     """A generation's files.
 
-    :param held: By message, whether its receipt is written down.
+    :param held: By message, whether its receipt is recorded.
     :param begun: Whether a settlement has begun.
-    :param report: How it ended.
+    :param report: The result of its settlement.
     """
 
     held: tuple[bool, ...]
@@ -92,16 +92,18 @@ class Receipts:
 
     def events(self, state: State) -> Iterator[Step[State]]:
         for number, message in enumerate(state.broker):
-            if message.place == FLYING and state.gens[message.receipt].late:
+            if message.place == IN_FLIGHT and state.gens[message.receipt].late:
                 after = set_message(state, number, message._replace(place=READY))
                 yield Step(f"SQS: message {number} is visible again", after)
 
     def holds(self, state: State, gen: int) -> bool:
-        return any(message.place == FLYING and message.receipt == gen for message in state.broker)
+        return any(
+            message.place == IN_FLIGHT and message.receipt == gen for message in state.broker
+        )
 
     def lapse(self, state: State) -> State:
         broker = [
-            message._replace(place=READY) if message.place == FLYING else message
+            message._replace(place=READY) if message.place == IN_FLIGHT else message
             for message in state.broker
         ]
         gens = [gen._replace(late=True) for gen in state.gens]
@@ -123,16 +125,16 @@ class Receipts:
         if ready:
             after = state
             for number in ready:
-                taken = Message(FLYING, thread.gen, True, state.broker[number].letter)
+                taken = Message(IN_FLIGHT, thread.gen, True, state.broker[number].dead_lettered)
                 after = set_message(after, number, taken)
             memo = tuple((number, state.broker[number].delivered) for number in ready)
             yield f"messages {ready}", set_thread(after, thread, at="secure", memo=memo)
         if not ready or any(state.gens[thread.gen].got):
-            yield self.protocol.enough(state, thread)
+            yield self.protocol.stop_source(state, thread)
 
     def _secure(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         if self._log(state, thread.gen).report:
-            yield "it is settled: it gives back", self.protocol.give_back(state, thread)
+            yield "it is settled: it releases", self.protocol.release(state, thread)
         else:
             yield "it is not settled", set_thread(state, thread, at="write")
 
@@ -140,7 +142,7 @@ class Receipts:
         gen, log = state.gens[thread.gen], self._log(state, thread.gen)
         got, marked, held = gen.got, gen.marked, log.held
         for number, redelivered in thread.memo:
-            # Handed out before, it is settled by its newest receipt.
+            # A message that was received before is settled by its newest receipt.
             marked = marked if got[number] else put(marked, number, redelivered)
             got, held = put(got, number, True), put(held, number, True)
         changes = {"got": got, "marked": marked, "custody": log._replace(held=held)}
@@ -158,8 +160,8 @@ class Receipts:
             return
         lapsed = tuple("lapsed" if received else "" for received in gen.got)
         if not any(log.held) or gen.late:
-            why = "its lease is over" if any(log.held) else "it holds nothing"
-            yield why, set_thread(state, thread, at="end log", report=lapsed)
+            reason = "its lease is over" if any(log.held) else "it holds nothing"
+            yield reason, set_thread(state, thread, at="end log", report=lapsed)
             return
         memo = log.begun, log.held
         after = set_thread(state, thread, at="begin log", report=("",) * len(lapsed), memo=memo)
@@ -168,12 +170,12 @@ class Receipts:
     def _begin(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         number, _ = thread.settling[0]
         log = self._log(state, number)
-        if not log.report:  # else its files are gone, and the mark goes with the next sweep
+        if not log.report:  # else its files are deleted, and the next sweep deletes the mark
             state = set_gen(state, number, custody=log._replace(begun=True))
-        yield "settling begins", self._go_on(state, thread, -1)
+        yield "settling begins", self._continue(state, thread, -1)
 
-    def _go_on(self, state: State, thread: Thread, place: int, **changes: object) -> State:
-        """Goes to the next message whose receipt is known."""
+    def _continue(self, state: State, thread: Thread, place: int, **changes: object) -> State:
+        """Continues with the next message whose receipt is known."""
         receipts = thread.memo[1]
         place += 1
         while place < len(receipts) and not receipts[place]:
@@ -186,57 +188,57 @@ class Receipts:
         message, decision = state.broker[place], thread.decision
         assert decision is not None
         verdict = decision.verdicts[place] or "release"
-        mine = message.receipt == number
+        is_newest = message.receipt == number
         if state.gens[number].late:
             done = put(thread.report, place, "lapsed")
-            yield f"message {place}: not asked for", self._go_on(state, thread, place, report=done)
+            yield f"message {place}: no request", self._continue(state, thread, place, report=done)
             return
-        broken = run.carried(state, thread, place, verdict)
-        came, last = verdict, verdict != "dead" or thread.result == "second"
+        broken = run.check_verdict(state, thread, place, verdict)
+        result, last = verdict, verdict != "dead" or thread.result == "second"
         sends = verdict == "dead" and last == (run.drop == "letter")
         if sends:
             note = "SendMessage"
-            state = set_message(state, place, message._replace(letter=True))
+            state = set_message(state, place, message._replace(dead_lettered=True))
         elif verdict in ("ack", "dead"):
             note = "DeleteMessage"
-            if mine:
-                state = set_message(state, place, message._replace(place=GONE))
+            if is_newest:
+                state = set_message(state, place, message._replace(place=DELETED))
         else:
             note = "ChangeMessageVisibility"
-            if mine and message.place == FLYING:
+            if is_newest and message.place == IN_FLIGHT:
                 state = set_message(state, place, message._replace(place=READY))
             elif not thread.memo[0]:  # an earlier settlement may have done so
-                came = "lapsed"
+                result = "lapsed"
         if last:
-            done = put(thread.report, place, came)
-            state = self._go_on(state, thread, place, report=done)
+            done = put(thread.report, place, result)
+            state = self._continue(state, thread, place, report=done)
         else:
             state = set_thread(state, thread, result="second")
-        yield f"message {place}: {note}: {came}", state._replace(broken=broken)
+        yield f"message {place}: {note}: {result}", state._replace(broken=broken)
 
     def _end(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         number, _ = thread.settling[0]
         log = self._log(state, number)
         report = log.report or thread.report
         state = set_gen(state, number, custody=Log((False,) * len(report), False, report))
-        note = "the report" if not log.report else "the report that was first stands"
+        note = "the report" if not log.report else "the first report stands"
         yield note, set_thread(state, thread, at="journal", report=report, memo=(), place=0)
 
     # -- promises ------------------------------------------------------------------------------
 
-    def wrong(self, state: State) -> str:
+    def violation(self, state: State) -> str:
         for number, message in enumerate(state.broker):
-            done = message.letter or any(gen.outcome[number] == "ok" for gen in state.gens)
-            if message.place == GONE and not done:
+            done = message.dead_lettered or any(gen.outcome[number] == "ok" for gen in state.gens)
+            if message.place == DELETED and not done:
                 return "no message is lost"
         return ""
 
-    def left(self, state: State) -> str:
+    def leftovers(self, state: State) -> str:
         for number, message in enumerate(state.broker):
-            if message.place not in (GONE, LATER):
+            if message.place not in (DELETED, LATER):
                 return f"message {number} is left over"
         for number in range(len(state.gens)):
             log = self._log(state, number)
-            if any(log.held) and not log.report:  # else they go with the report, in time
+            if any(log.held) and not log.report:  # else they are deleted with the report, in time
                 return "a lease is left over"
         return ""

@@ -1,7 +1,7 @@
 """Custody by rows with a lease: the embedded queue.
 
 Each call is one transaction.  A deadline that has passed ends a lease only when the next receiver
-finds it so::
+detects it::
 
     receive   end_lapsed, then a lease and its messages: one transaction
     settle    all verdicts, and the lease's end: one transaction; a second time, only the report
@@ -16,13 +16,13 @@ from tests.model.checker import Step
 from tests.model.protocol import Run
 from tests.model.state import State, Thread, put, set_gen, set_thread
 
-#: Where a message is, unless a generation holds it: not sent yet, ready, acknowledged, dead.
+#: The place of a message, unless a generation holds it: not sent yet, ready, acknowledged, dead.
 LATER, READY, ACKED, DEAD = -1, -2, -3, -4
 _ENDS: Final = {"ack": ACKED, "dead": DEAD, "retry": READY, "release": READY}
 
 
 class Rows:
-    """A message is where it is, and whether it was ever delivered."""
+    """Messages, each by its place, and whether it was ever delivered."""
 
     code: Mapping[str, str] = {
         "receive": "producers.sqlite.queue.SqliteQueue.receive",
@@ -62,7 +62,7 @@ class Rows:
     def _receive(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         run, own = self.protocol, thread.gen
         if state.gens[own].custody not in ("", "open"):
-            yield "its lease has ended: it gives back", run.give_back(state, thread)
+            yield "its lease has ended: it releases", run.release(state, thread)
             return
         before = state
         for number, gen in enumerate(state.gens):
@@ -71,7 +71,7 @@ class Rows:
                 state = set_gen(state._replace(broker=free), number, custody="lapsed")
         ready = [message for message, (place, _) in enumerate(state.broker) if place == READY]
         if not ready:
-            yield run.enough(before, thread)
+            yield run.stop_source(before, thread)
             return
         gen, broker, broken = state.gens[own], list(state.broker), ""
         got, marked = list(gen.got), list(gen.marked)
@@ -84,7 +84,7 @@ class Rows:
         state = set_gen(state, own, got=tuple(got), marked=tuple(marked), custody="open")
         yield f"leases {ready}", state
         if any(before.gens[own].got):
-            yield run.enough(before, thread)
+            yield run.stop_source(before, thread)
 
     def _settle(self, state: State, thread: Thread) -> Iterator[tuple[str, State]]:
         run, (number, _) = self.protocol, thread.settling[0]
@@ -106,7 +106,7 @@ class Rows:
             if holds:
                 verdict = report[message] = decision.verdicts[message] or "release"
                 broker[message] = _ENDS[verdict], delivered
-                broken = broken or run.carried(state, thread, message, verdict)
+                broken = broken or run.check_verdict(state, thread, message, verdict)
             elif gen.got[message]:
                 report[message] = "lapsed"
         if gen.custody or run.drop != "never opened":
@@ -121,10 +121,10 @@ class Rows:
         gens = [gen._replace(late=gen.late or gen.custody == "open") for gen in state.gens]
         return state._replace(gens=tuple(gens))
 
-    def wrong(self, state: State) -> str:
+    def violation(self, state: State) -> str:
         return ""
 
-    def left(self, state: State) -> str:
+    def leftovers(self, state: State) -> str:
         for message, (place, _) in enumerate(state.broker):
             if place not in (ACKED, DEAD, LATER):
                 return f"message {message} is left over"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-#: The runs of a Dag: one that meets with trouble, one next to or after it, and one that comes when
-#: all else is dead.
+#: The runs of a Dag: one with faults, one next to or after it, and one that begins when all else is
+#: dead.
 A, B, C = 0, 1, 2
 
 
@@ -16,7 +16,7 @@ class Decision(NamedTuple):
     :param complete: Whether each message had an outcome.
     :param verdicts: By message: ``ack``, ``retry``, ``dead`` or ``release``; empty if it is not of
         the generation.
-    :param void: Whether what is recorded counts no more.
+    :param void: Whether the recorded outcomes are discarded.
     """
 
     published: bool
@@ -28,14 +28,14 @@ class Decision(NamedTuple):
 class Gen(NamedTuple):
     """One generation: its files in staging, and its state at the broker and by the clock.
 
-    :param listed: Its copy lies in ``_open/``.
-    :param record: ``generations/<generation>.json`` is there.
-    :param got: By message: received for it, and handed to callbacks.
+    :param listed: Its copy is in ``_open/``.
+    :param record: ``generations/<generation>.json`` exists.
+    :param got: By message: received for it, and passed to callbacks.
     :param marked: Of these, those that were received as redelivered.
-    :param outcome: By message, what is recorded: ``ok``, ``retry``, ``dead``; or nothing.
+    :param outcome: By message, its record: ``ok``, ``retry``, ``dead``; or nothing.
     :param late: Its deadline has passed.
     :param report: The contents of ``journal-settled.json``, by message; empty without that file.
-    :param custody: What the broker, and the producer's own files, know of it.
+    :param custody: Its state at the broker, and in the producer's own files.
     """
 
     run: int
@@ -52,19 +52,19 @@ class Gen(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """One execution of a task of a run, and what its process knows.
+    """One execution of a task of a run, and its process's memory.
 
     :param at: Its next step.
     :param task: ``process``, ``batch`` or ``ack``; ``given back`` for a process task that fails.
-    :param chain: Whether Airflow takes it for alive, and goes on with what it returns; else it is a
-        zombie: it may go on with its task at any time, or never.
+    :param chain: Whether Airflow treats it as alive, and continues with its result; else it is a
+        zombie: it may continue its task at any time, or never.
     :param number: Its number among the tries of its task.
-    :param place: The message it is at.
-    :param result: What the callback made of it.
+    :param place: Its current message.
+    :param result: The callback's result for that message.
     :param settling: The generations that it settles next, and whether they are void.
     :param then: Its step once they are settled.
-    :param report: What its settling of the first of them has come to, by message.
-    :param memo: What the custodian knows.
+    :param report: The results of settling the first of them, by message.
+    :param memo: The custodian's memory.
     """
 
     name: str
@@ -84,15 +84,15 @@ class Thread(NamedTuple):
 
 
 class State(NamedTuple):
-    """All of it.
+    """The state of the whole model.
 
-    :param broker: By message, what the broker has; its shape is the custody's.
+    :param broker: By message, its state at the broker; its shape is the custody's.
     :param tries: By run, the number of the try that owns its batches.
     :param over: By run, whether Airflow calls it over.
     :param balanced: By run, whether it was marked so: then retention may remove it.
-    :param trouble: How much may still go wrong: kills, clears, time-outs.
-    :param lapses: How many deadlines may still pass.
-    :param executions: How many executions of the first run there were.
+    :param trouble: The number of faults still possible: kills, clears, time-outs.
+    :param lapses: The number of deadlines that may still pass.
+    :param executions: The number of executions of the first run.
     :param broken: The promise that the last step broke.
     """
 
@@ -109,22 +109,22 @@ class State(NamedTuple):
 
 
 def put(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
-    """A tuple with one place changed."""
+    """Returns a tuple with one place changed."""
     return (*values[:place], value, *values[place + 1 :])
 
 
 def set_thread(state: State, thread: Thread, **changes: Any) -> State:
-    """The state with a thread's changed."""
+    """Returns the state with a thread's changed."""
     changed = thread._replace(**changes)
-    threads = tuple([changed if other.name == thread.name else other for other in state.threads])
+    threads = tuple([changed if item.name == thread.name else item for item in state.threads])
     return state._replace(threads=threads)
 
 
 def set_gen(state: State, number: int, **changes: Any) -> State:
-    """The state with a generation's changed."""
+    """Returns the state with a generation's changed."""
     return state._replace(gens=put(state.gens, number, state.gens[number]._replace(**changes)))
 
 
 def set_message(state: State, message: int, value: Any) -> State:
-    """The state with a message's changed at the broker."""
+    """Returns the state with a message's changed at the broker."""
     return state._replace(broker=put(state.broker, message, value))

@@ -1,4 +1,4 @@
-"""The search itself, on a model that can be looked through by hand."""
+"""The search itself, on a model that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.model.checker import Step, TooMany, explore
+from tests.model.checker import StateLimitExceeded, Step, explore
 
 
 class Jugs:
@@ -30,12 +30,12 @@ class Jugs:
             Step("five into three", (three + back, five - back)),
         ]
 
-    def wrong(self, state: tuple[int, int]) -> str:
+    def violation(self, state: tuple[int, int]) -> str:
         return f"{self.forbidden} litres" if self.forbidden in state else ""
 
 
 def test_the_shortest_trace_is_shown():
-    broken = explore(Jugs(), most=100).broken
+    broken = explore(Jugs(), max_states=100).broken
 
     assert broken is not None
     assert (broken.promise, broken.state) == ("4 litres", (3, 4))
@@ -50,7 +50,7 @@ def test_the_shortest_trace_is_shown():
 
 
 def test_all_states_are_explored():
-    result = explore(Jugs(forbidden=6), most=100)
+    result = explore(Jugs(forbidden=6), max_states=100)
 
     assert result.broken is None
     assert (result.states, result.depth) == (16, 7)
@@ -60,7 +60,7 @@ def test_the_trace_includes_the_final_checks():
     def then(state: tuple[int, int]) -> tuple[str, Sequence[str]] | None:
         return ("five is full", ["look"]) if state[1] == 5 else None
 
-    broken = explore(Jugs(), most=100, then=then).broken
+    broken = explore(Jugs(), max_states=100, then=then).broken
 
     assert broken is not None
     assert (broken.promise, broken.trace) == ("five is full", ["fill five", "look"])
@@ -69,15 +69,15 @@ def test_the_trace_includes_the_final_checks():
 def test_an_independent_step_is_taken_alone():
     class Two(Jugs):
         def steps(self, state: tuple[int, int]) -> Sequence[Step[tuple[int, int]]]:
-            one, other = state
-            own = [Step("own", (one + 1, other), "one")] if one < 9 else []
-            return [*own, *([Step("other", (one, other + 1))] if other < 9 else [])]
+            first, second = state
+            own = [Step("own", (first + 1, second), "one")] if first < 9 else []
+            return [*own, *([Step("other", (first, second + 1))] if second < 9 else [])]
 
-    result = explore(Two(forbidden=-1), most=100)
+    result = explore(Two(forbidden=-1), max_states=100)
 
     assert (result.states, result.steps) == (19, 18)
 
 
 def test_too_many_states_are_an_error():
-    with pytest.raises(TooMany):
-        explore(Jugs(forbidden=6), most=10)
+    with pytest.raises(StateLimitExceeded):
+        explore(Jugs(forbidden=6), max_states=10)

@@ -1,4 +1,4 @@
-"""The model has teeth: without any one of its guards, the search finds what goes wrong."""
+"""Mutation tests of the model: without any one of its guards, the search finds a violation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST = 150_000
 def test_removing_a_guard_violates_an_invariant(mutant):
     run = Run(mutant.custody, **mutant.options, drop=mutant.drop)
 
-    result = explore(run, most=MOST, then=Recovery(run)).broken
+    result = explore(run, max_states=MOST, then=Recovery(run)).broken
 
     assert result is not None, f"nothing shows that {mutant.place} {mutant.guard}"
     assert result.promise == mutant.promise, str(result)

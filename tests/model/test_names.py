@@ -18,7 +18,7 @@ NAMES = {*CODE.values(), *(name for custody in CUSTODIES for name in custody.cod
 GUARDS = {mutant.place for mutant in MUTANTS}
 
 
-def found(name: str) -> Any:
+def resolve(name: str) -> Any:
     """Resolves a dotted name in the package."""
     parts = ["airflow_broadway", *name.split(".")]
     for end in range(len(parts) - 1, 0, -1):
@@ -36,9 +36,9 @@ def found(name: str) -> Any:
 
 @pytest.mark.parametrize("name", sorted(NAMES | GUARDS))
 def test_names_in_the_model_exist(name):
-    assert callable(found(name))
+    assert callable(resolve(name))
 
 
 def test_a_missing_name_is_detected():
     with pytest.raises(AttributeError):
-        found("staging.run_folder.StagedRun.publish_it")
+        resolve("staging.run_folder.StagedRun.publish_it")

@@ -24,10 +24,10 @@ from tests.benchmarks.figures import temporary_folder
 from tests.nothing_left import nothing_left_behind
 from tests.race import page
 from tests.race.brokers import Broker, Kafka, RabbitMQ, Sqs
-from tests.race.passes import JARS, ROOT, Clean, Failed, Lane, Peer
+from tests.race.passes import JARS, ROOT, CleanPass, Lane, Peer, PeerError
 
 OURS = "airflow-broadway"
-#: By broker; a race of some brokers leaves those of the others.
+#: The results by broker; a race of some brokers keeps those of the others.
 RESULT = ROOT / "build" / "race.json"
 BROKERS: dict[str, Callable[[Path], Broker]] = {"rabbitmq": RabbitMQ, "kafka": Kafka, "sqs": Sqs}
 
@@ -40,7 +40,7 @@ PEERS = [
 class Race:
     """The peers of one broker.
 
-    :param left_out: Gets a reason for each peer that does not work here.
+    :param left_out: Receives a reason for each peer that does not work here.
     """
 
     def __init__(self, broker: Broker, folder: Path, seed: int, left_out: dict[str, str]) -> None:
@@ -52,8 +52,8 @@ class Race:
     ) -> list[page.Row]:
         """Runs all passes; tries of different peers take turns."""
         lanes = [lane for peer in peers if (lane := self._lane(peer)) is not None]
-        passes: dict[str, list[Clean]] = {lane.peer.name: [] for lane in lanes}
-        found: list[page.Row] = []
+        passes: dict[str, list[CleanPass]] = {lane.peer.name: [] for lane in lanes}
+        figures: list[page.Row] = []
         for _ in range(tries):
             for lane in list(lanes):
                 if (clean := self._try(lane, lanes, lambda lane: lane.clean(messages))) is not None:
@@ -67,11 +67,11 @@ class Race:
                 continue
             seconds = median(clean.seconds for clean in tried)
             loop = next(peer.name for peer in PEERS if peer.broker == lane.peer.broker)
-            hand = passes.get(loop, [])
-            ratios = [b.seconds / a.seconds for a, b in zip(tried, hand, strict=False)]
-            about = ("name", "broker", "version", "settings", "lines")
+            loop_passes = passes.get(loop, [])
+            ratios = [b.seconds / a.seconds for a, b in zip(tried, loop_passes, strict=False)]
+            fields = ("name", "broker", "version", "settings", "lines")
             row = {
-                **{name: getattr(lane.peer, name) for name in about},
+                **{name: getattr(lane.peer, name) for name in fields},
                 "rate": round(messages / seconds),
                 "ratio": round(median(ratios), 2) if ratios else None,
                 "cpu": round(median(clean.cpu for clean in tried) * 1e6 / messages, 1),
@@ -81,9 +81,9 @@ class Race:
                 "lost": counted.lost + sum(clean.lost for clean in tried),
                 "doubled": counted.doubled + sum(clean.doubled for clean in tried),
             }
-            found.append(row)
+            figures.append(row)
             print(page.line(row), flush=True)
-        return found
+        return figures
 
     def _lane(self, peer: Peer) -> Lane | None:
         if not peer.python.exists():
@@ -92,16 +92,16 @@ class Race:
         if peer.package == "pyspark" and not JARS.exists():
             self._left_out[peer.name] = "Maven could not resolve its connector for Kafka"
             return None
-        name = "".join(letter if letter.isalnum() else "-" for letter in peer.name)
+        name = "".join(char if char.isalnum() else "-" for char in peer.name)
         folder = self._folder / f"{peer.broker}-{name}"
         lane = Lane(peer, self._broker, folder, random.Random(f"{self._seed} {peer.name}"))
         return lane if self._try(lane, [lane], Lane.prepare) else None
 
     def _try(self, lane: Lane, lanes: list[Lane], work: Callable[[Lane], Any]) -> Any:
-        """Does some work on a lane; a peer that fails is left out from now on."""
+        """Runs work on a lane; a peer that fails is left out from now on."""
         try:
             return work(lane)
-        except Failed as error:
+        except PeerError as error:
             self._left_out[f"{lane.peer.name} ({lane.peer.broker})"] = str(error)
             lanes.remove(lane)
             print(f"{lane.peer.name} is left out: {error}", file=sys.stderr, flush=True)
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=1_000_000, help="of RabbitMQ and Kafka")
     parser.add_argument("--tries", type=int, default=3, help="passes without kills; medians count")
     parser.add_argument("--kills", type=int, default=5, help="at most, of each peer")
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the instants")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the kills")
     parser.add_argument("--only", default="", help="names of peers or brokers, with commas between")
     parser.add_argument("--write", action="store_true", help="write docs/race.md and its plot")
     args = parser.parse_args()
@@ -141,7 +141,7 @@ def main() -> int:
             broker = start(folder / "broker")
             stack.callback(broker.stop)
             race = Race(broker, folder, args.seed, left_out)
-            found = race.run(peers, count, args.tries, args.kills)
+            figures = race.run(peers, count, args.tries, args.kills)
         results[name] = {
             "at": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "load": round(os.getloadavg()[2], 1),
@@ -149,17 +149,17 @@ def main() -> int:
             "tries": args.tries,
             "kills": args.kills,
             "seed": args.seed,
-            "figures": found,
+            "figures": figures,
             "left_out": left_out,
         }
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(results, indent=1) + "\n")
         if args.write:
             page.write(results, ROOT / "docs")
-        ours = [row for row in found if row["name"] == OURS]
-        wanted = any(peer.name == OURS for peer in peers)
+        ours = [row for row in figures if row["name"] == OURS]
+        expected = any(peer.name == OURS for peer in peers)
         lossless &= not any(row["lost"] or row["doubled"] for row in ours)
-        lossless &= bool(ours) or not wanted  # left out is no success
+        lossless &= bool(ours) or not expected  # left out is no success
     return 0 if lossless else 1
 
 

@@ -1,4 +1,4 @@
-"""The brokers of the race: each sends numbered messages of 200 bytes, and tells what is left."""
+"""The brokers of the race: each sends numbered messages of 200 bytes, and counts the backlog."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.sqs_server import SqsServer
 
 #: A message's body, and the other properties of a message of RabbitMQ.
 Envelope = tuple[bytes, dict[str, Any]]
-#: Makes the message of a number as the clients of a peer would send it to a queue.
+#: Builds the message of a number as a peer's clients would send it to a queue.
 Wrap = Callable[[int, str], Envelope]
 
 
 def payload(number: int) -> bytes:
-    """Returns 200 bytes of JSON: the number, the Unix time of now, and a text."""
+    """Returns 200 bytes of JSON: the number, the current Unix time, and a text."""
     text = json.dumps({"n": number, "sent": time.time(), "text": ""})
     return (text[:-2] + "x" * (200 - len(text)) + text[-2:]).encode()
 
@@ -58,7 +58,7 @@ def of_taskiq(number: int, queue: str) -> Envelope:
     return json.dumps(body).encode(), {"headers": names}
 
 
-#: By the name of the envelope.
+#: The wraps by the name of the envelope.
 WRAPS: dict[str, Wrap] = {
     "plain": plain,
     "dramatiq": of_dramatiq,
@@ -92,14 +92,14 @@ class RabbitMQ:
         with self._server.channel() as channel:
             for number in numbers:
                 body, properties = wrap(number, queue)
-                about = pika.BasicProperties(**properties, delivery_mode=2, message_id=str(number))
-                channel.basic_publish("", queue, body, about)
+                basic = pika.BasicProperties(**properties, delivery_mode=2, message_id=str(number))
+                channel.basic_publish("", queue, body, basic)
             channel.queue_declare(queue, passive=True)
 
     def left(self, queue: str) -> int:
         path = "queues?disable_stats=true&enable_queue_totals=true"
-        found = self._server.manage("GET", path)
-        return sum(row.get("messages", 1) for row in found if queue in row["name"])
+        rows = self._server.manage("GET", path)
+        return sum(row.get("messages", 1) for row in rows if queue in row["name"])
 
 
 class Kafka:

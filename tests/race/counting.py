@@ -1,4 +1,4 @@
-"""Counts the rows of a peer, with the instant at which each file became visible to a reader."""
+"""Counts the rows of a peer, with the time at which each file became visible to a reader."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 
-class Counted(NamedTuple):
+class RowCounts(NamedTuple):
     """The rows of a pass.
 
     :param lost: Messages without a row.
-    :param doubled: Rows of messages that have a row already.
+    :param doubled: Further rows of messages that already have a row.
     """
 
     lost: int
     doubled: int
 
 
-def count_rows(numbers: Iterable[int], sent: int) -> Counted:
+def count_rows(numbers: Iterable[int], sent: int) -> RowCounts:
     """Compares the numbers of the rows with those sent: 0 to ``sent - 1``.
 
     :raises ValueError: If a row has a number that was not sent.
     """
     counts = Counter(numbers)
-    if strange := counts.keys() - range(sent):
-        raise ValueError(f"rows of messages that were not sent: {sorted(strange)[:5]}")
-    return Counted(sent - len(counts), counts.total() - len(counts))
+    if unknown := counts.keys() - range(sent):
+        raise ValueError(f"rows of messages that were not sent: {sorted(unknown)[:5]}")
+    return RowCounts(sent - len(counts), counts.total() - len(counts))
 
 
 class Rows:
@@ -50,27 +50,27 @@ class Rows:
         """Returns the visible files, each with the Unix time at which it became visible."""
         log = self.folder / "_spark_metadata"
         if log.is_dir():
-            return self._of_spark(log)
-        found = {}
+            return self._spark_files(log)
+        visible = {}
         for path in self.folder.rglob("*.parquet"):
             if not any(part[0] in "_." for part in path.relative_to(self.folder).parts):
-                found[path] = path.stat().st_ctime
-        return found
+                visible[path] = path.stat().st_ctime
+        return visible
 
-    def _of_spark(self, log: Path) -> dict[Path, float]:
-        found: dict[Path, float] = {}
+    def _spark_files(self, log: Path) -> dict[Path, float]:
+        visible: dict[Path, float] = {}
         for batch in sorted(log.iterdir(), key=lambda path: path.stat().st_ctime):
             if batch.name.startswith("."):
                 continue
             for line in batch.read_text().splitlines()[1:]:
                 path = Path(json.loads(line)["path"].removeprefix("file://"))
-                found.setdefault(path, batch.stat().st_ctime)
-        return found
+                visible.setdefault(path, batch.stat().st_ctime)
+        return visible
 
     def count(self, without: Container[Path] = ()) -> int:
-        """Returns the number of rows; a file that is not whole yet has none.
+        """Returns the number of rows; an incomplete file has none.
 
-        :param without: Files that are left out.
+        :param without: Excluded files.
         """
         total = 0
         for path, at in self.files().items():
@@ -98,7 +98,7 @@ class Rows:
 
 
 def _read(path: Path, column: str) -> Any:
-    """Reads a column; a file that is not whole has no rows."""
+    """Reads a column; an incomplete file has no rows."""
     try:
         return pq.ParquetFile(path).read([column])[column]
     except (OSError, pa.ArrowInvalid):

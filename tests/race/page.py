@@ -46,7 +46,7 @@ def _text(value: Any) -> str:
 def write(results: Mapping[str, Any], docs: Path) -> None:
     """Writes the page and its plot.
 
-    :param results: By broker.
+    :param results: The results by broker.
     """
     parts = [Path(__file__).with_suffix(".md").read_text("utf-8")]
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""One peer: started, killed and restarted as a child process, and looked at from outside."""
+"""One peer: started, killed and restarted as a child process, and observed from outside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import psutil
 from airflow_broadway.core.model.connections import VARIABLE
 from scripts.count_code import count_code
 from tests.race.brokers import WRAPS, Broker
-from tests.race.counting import Counted, Rows, count_rows
+from tests.race.counting import RowCounts, Rows, count_rows
 from tests.sqs_server import KEY, REGION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,11 +33,11 @@ VENV = ROOT / "build" / "race" / ".venv"
 #: Spark's connector for Kafka.
 JARS = ROOT / "build" / "spark-kafka"
 
-#: Seconds without a new row, and without an acknowledgement, after which a peer is given up.
+#: Seconds without a new row, and without an acknowledgement, after which a peer has failed.
 PATIENCE = 240.0
 #: Seconds without a new row after which a drained queue means that rows are lost.
 SETTLED = 3.0
-#: The paced pass: messages a second, and seconds.
+#: The paced pass: messages per second, and seconds.
 RATE, SECONDS = 200, 10
 
 
@@ -51,7 +51,7 @@ class Peer(NamedTuple):
     command: str = ""
     ours: bool = False
     wrap: str = "plain"
-    tells: bool = True
+    reports_backlog: bool = True
 
     @property
     def python(self) -> Path:
@@ -75,7 +75,7 @@ class Peer(NamedTuple):
         return sum(count_code((PEERS / name).read_text("utf-8")) for name in self.files)
 
 
-class Clean(NamedTuple):
+class CleanPass(NamedTuple):
     """A pass without kills.
 
     :param seconds: From the start of the peer until the queue was empty and all rows were visible.
@@ -90,7 +90,7 @@ class Clean(NamedTuple):
     doubled: int
 
 
-class Failed(Exception):
+class PeerError(Exception):
     """A peer does not work here."""
 
 
@@ -146,7 +146,7 @@ class Lane:
             )
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ends the peer with all its processes; those that are left after ten seconds by a kill."""
+        """Ends the peer with all its processes; kills those that are left after ten seconds."""
         process, self.process = self.process, None
         if process is None:
             return
@@ -154,9 +154,9 @@ class Lane:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         _, left = psutil.wait_procs(family, timeout=10)
-        for other in left:
+        for survivor in left:
             with suppress(psutil.NoSuchProcess):
-                other.kill()
+                survivor.kill()
         process.wait()
 
     def cpu(self) -> float:
@@ -182,7 +182,7 @@ class Lane:
     def begin(self, count: int, rate: float = 0.0) -> None:
         """Begins a pass: sends the next messages, whose rows are counted from now on.
 
-        :param rate: Messages a second; 0 for as many as the broker takes.
+        :param rate: Messages per second; 0 for no limit.
         """
         self.seen = set(self.rows.files())
         self.base = self.sent
@@ -193,16 +193,16 @@ class Lane:
         )
 
     def drain(self, count: int, until: float = math.inf) -> bool:
-        """Waits until the queue is empty and its rows are there; whether that was before a time.
+        """Waits until the queue is empty and its rows are visible; returns whether in time.
 
-        :param until: By the monotonic clock.
+        :param until: The time limit, by the monotonic clock.
         :raises Failed: If nothing happens for a long time, or the peer has ended.
         """
         began = changed = time.monotonic()
         self.first, self.ended, last = 0.0, 0.0, (0, 0)
         while (now := time.monotonic()) < until:
             rows, left = self.rows.count(self.seen), 0
-            if self.peer.tells and (rows >= count or now - changed > 1):
+            if self.peer.reports_backlog and (rows >= count or now - changed > 1):
                 left = self.broker.left(self.queue)
             if (rows, left) != last:
                 last, changed = (rows, left), now
@@ -210,7 +210,7 @@ class Lane:
                 self.first = now - began
             # The brokers' counts are up to half a second old.
             drained = not left and now - changed > 1
-            final = now - changed > (SETTLED if self.peer.tells else PATIENCE - 1)
+            final = now - changed > (SETTLED if self.peer.reports_backlog else PATIENCE - 1)
             if drained and (final or not self.count(count).lost):
                 self.ended = changed
                 return True
@@ -225,16 +225,16 @@ class Lane:
         """
         assert self.process is not None
         if self.process.poll() is not None:
-            raise Failed(f"it ended with {self.process.returncode}: {self.tail()}")
+            raise PeerError(f"it ended with {self.process.returncode}: {self.tail()}")
         if not good:
-            raise Failed(f"{reason} for {PATIENCE:g} s: {self.tail()}")
+            raise PeerError(f"{reason} for {PATIENCE:g} s: {self.tail()}")
 
-    def count(self, sent: int) -> Counted:
+    def count(self, sent: int) -> RowCounts:
         """Counts the rows of this pass."""
         try:
             return count_rows((n - self.base for n in self.rows.numbers(self.seen)), sent)
         except ValueError as error:  # of an earlier pass
-            raise Failed(str(error)) from error
+            raise PeerError(str(error)) from error
 
     def tail(self) -> str:
         """Returns the last line of its log."""
@@ -242,7 +242,7 @@ class Lane:
         return lines[-1][:200] if lines else "it logs nothing"
 
     def prepare(self) -> Lane:
-        """Has the peer declare what it needs, and handle one message; returns this lane."""
+        """Lets the peer declare its queue, and handle one message; returns this lane."""
         with self.running():
             end = time.monotonic() + PATIENCE
             while not self.broker.has(self.queue):
@@ -252,19 +252,19 @@ class Lane:
             self.drain(1)
         return self
 
-    def clean(self, count: int) -> Clean:
-        """A pass without kills."""
+    def clean(self, count: int) -> CleanPass:
+        """Runs a pass without kills."""
         self.begin(count)
         began = time.monotonic()
         with self.running():
             self.drain(count)
             cpu = self.cpu()
-        return Clean(self.ended - began, self.first, cpu, *self.count(count))
+        return CleanPass(self.ended - began, self.first, cpu, *self.count(count))
 
-    def killed(self, count: int, clean: Clean, kills: int) -> Counted:
-        """A pass with at most so many ``kill -9``, each at a random instant of a life.
+    def killed(self, count: int, clean: CleanPass, kills: int) -> RowCounts:
+        """Runs a pass with at most so many ``kill -9``, each at a random time of a life.
 
-        On average a life does that part of the work which leaves some for the last one.
+        On average, the lives before the last one leave work for it.
         """
         self.begin(count)
         longest = clean.first + (clean.seconds - clean.first) * 2 / (kills + 1)
@@ -283,7 +283,7 @@ class Lane:
         return self.count(count)
 
     def paced(self) -> list[float]:
-        """A pass at a modest rate: seconds from sent to row, sorted."""
+        """Runs a pass at a modest rate; returns the seconds from sent to row, sorted."""
         with self.running():
             self.begin(1)
             self.drain(1)
@@ -293,7 +293,7 @@ class Lane:
 
 
 def paced(numbers: Iterable[int], rate: float) -> Iterator[int]:
-    """Yields numbers, so many a second."""
+    """Yields numbers, so many per second."""
     began = time.monotonic()
     for place, number in enumerate(numbers):
         time.sleep(max(0.0, began + place / rate - time.monotonic()))

@@ -25,7 +25,7 @@ from airflow_broadway.staging.store import Store
 def execute(kind: str, run_id: str, store: Store) -> None:
     """Executes the tasks of one run; every other run is over."""
     pipeline, budget = Rows(), Budget(**BUDGET)
-    ports = Ports(connections=EnvironmentConnections(), is_over=lambda other: other != run_id)
+    ports = Ports(connections=EnvironmentConnections(), is_over=lambda other_id: other_id != run_id)
     staged = StagedRun(store, pipeline=pipeline.name, dag_id="race", run_id=run_id)
 
     def task(task_id: str) -> Task:

@@ -1,4 +1,4 @@
-"""``make race``: its counting finds lost and doubled rows, and its peers are what the page says."""
+"""``make race``: it counts lost and doubled rows, and its peers match the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.rabbitmq_fixtures import skip_without_own_server
 from tests.race import page
 from tests.race.__main__ import OURS, PEERS, Race
 from tests.race.brokers import WRAPS, RabbitMQ, payload
-from tests.race.counting import Counted, Rows, count_rows
+from tests.race.counting import RowCounts, Rows, count_rows
 from tests.race.passes import PEERS as FOLDER
 
 LOOP = "pika loop"
@@ -34,7 +34,7 @@ def test_lost_and_doubled_rows_are_counted(tmp_path):
     rows = Rows(tmp_path)
 
     assert rows.count() == 5
-    assert count_rows(rows.numbers(), 5) == Counted(lost=1, doubled=1)
+    assert count_rows(rows.numbers(), 5) == RowCounts(lost=1, doubled=1)
     with pytest.raises(ValueError, match=r"not sent: \[4\]"):
         count_rows(rows.numbers(), 4)
 
@@ -98,8 +98,8 @@ def test_page_and_plot_show_each_peer(tmp_path):
         "p50": 0.1,
         "p99": 0.2,
     }
-    about = {"at": "now", "load": 0.1, "messages": 10, "tries": 1, "kills": 1, "seed": 1}
-    result = {**about, "figures": [row], "left_out": {"c": "it ended"}}
+    conditions = {"at": "now", "load": 0.1, "messages": 10, "tries": 1, "kills": 1, "seed": 1}
+    result = {**conditions, "figures": [row], "left_out": {"c": "it ended"}}
     page.write({"kafka": result}, tmp_path)
 
     text = (tmp_path / "race.md").read_text("utf-8")

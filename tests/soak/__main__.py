@@ -92,14 +92,14 @@ class RowCounter:
 
 
 class Soak:
-    """An Airflow whose runs empty a queue, and what is measured of them.
+    """An Airflow whose runs empty a queue, and their figures.
 
     :param folder: Has AIRFLOW_HOME, and ``rows`` and ``costs.jsonl`` of the DAG.
     """
 
     def __init__(self, airflow: LocalAirflow, server: RabbitServer, folder: Path) -> None:
         self._airflow, self._server, self._folder = airflow, server, folder
-        #: Of each ended run, in this order: its id, and the figures of that time.
+        #: The ended runs in this order: each one's id, and the figures at its end.
         self._ended: dict[str, Window] = {}
 
     def run(self, rows: RowCounter, messages: int, per_run: int) -> list[Window]:
@@ -139,7 +139,7 @@ class Soak:
         return finished
 
     def _send(self, messages: int, per_run: int) -> None:
-        """Keeps the messages of one more run than are active in the queue."""
+        """Keeps messages for one more run than are active in the queue."""
         durable = pika.BasicProperties(delivery_mode=pika.DeliveryMode.Persistent)
         step = 10_000
         for start in range(0, messages, step):

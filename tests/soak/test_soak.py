@@ -1,4 +1,4 @@
-"""``make soak``: its counting finds lost and doubled rows; a small one ends with each row once."""
+"""``make soak``: it counts lost and doubled rows; a small one ends with each row once."""
 
 from __future__ import annotations
 

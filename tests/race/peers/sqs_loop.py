@@ -16,8 +16,8 @@ url = client.get_queue_url(QueueName=os.environ["RACE_QUEUE"])["QueueUrl"]
 
 
 def receive(_):
-    found = client.receive_message(QueueUrl=url, MaxNumberOfMessages=10, WaitTimeSeconds=1)
-    return found.get("Messages", [])
+    response = client.receive_message(QueueUrl=url, MaxNumberOfMessages=10, WaitTimeSeconds=1)
+    return response.get("Messages", [])
 
 
 def delete(ten):

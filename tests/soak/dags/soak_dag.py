@@ -19,7 +19,7 @@ def record_cost(context: Any) -> None:
     """Writes the processor seconds, the peak memory and the messages of a task's process."""
     ti = context["ti"]
     own, children = (
-        resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
     cost = {
         "run_id": ti.run_id,
