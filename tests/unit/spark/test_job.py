@@ -99,7 +99,7 @@ def test_server_is_checked_by_what_the_pipeline_needs(tmp_path, monkeypatch, nee
     monkeypatch.setattr(application, "run_work", lambda *_, check, **__: check(pipeline) or 0)
     check = Mock(return_value=None)
     monkeypatch.setattr(job, "check_executor", check)
-    work = work_file(tmp_path, "shop:Orders")
+    work = work_file(tmp_path, f"{Counting.__module__}:{Counting.__name__}")
 
     uri, path = f"file://{tmp_path}", paths.of_try("t", 1)
     assert job.main(["--run", uri, "--work", path, "--sha256", work.digest]) == 0
