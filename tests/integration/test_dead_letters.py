@@ -92,11 +92,8 @@ def test_rabbitmqs_own_dead_letters_are_recognized_by_x_death(undeclared):
 
     assert {first.body, second.body} == {b"one", b"two"}
     assert first.message_id != second.message_id
-    assert (first.reason, first.origin, first.died_at is not None) == (
-        "rejected",
-        undeclared.name,
-        True,
-    )
+    assert (first.reason, first.origin) == ("rejected", undeclared.name)
+    assert first.died_at is not None
     assert (moved.count, [message.body for message in left]) == (1, [second.body])
     [again], _ = undeclared.hold("g1", dead_letter=dead, metadata=["exchange", "routing_key"])
     assert (again.data, again.redelivered) == (first.body, True)

@@ -310,10 +310,8 @@ def test_two_staging_folders_begin_a_group_without_repetition(kafka, tmp_path):
         batches = [group_a.take(first), group_b.take(second)]
         first.stop()
         second.stop()
-        reports = [
-            group_a.settle(first.lease, batches[0]),
-            group_b.settle(second.lease, batches[1]),
-        ]
+        settle = zip((group_a, group_b), (first, second), batches, strict=True)
+        reports = [group.settle(source.lease, batch) for group, source, batch in settle]
 
     # Then the group's offset, which both commit with their marker, has decided
     assert [len(messages) for messages in batches] == [300, 0]

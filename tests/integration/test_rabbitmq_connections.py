@@ -164,7 +164,7 @@ def test_failures_after_connecting_are_retried(place):
     assert len(calls) == 1
 
 
-def reconnect_options(breaker: Breaker, **options: Any) -> dict[str, Any]:
+def retrying(breaker: Breaker, **options: Any) -> dict[str, Any]:
     """Returns options of a run that connects every tenth of a second, for a second."""
     delays = {"backoff_min": 0.1, "backoff_max": 0.1, "reconnect_timeout": 1.0}
     return {"uri": breaker.uri, "on_failure": "retry", **delays, **options}
@@ -172,10 +172,7 @@ def reconnect_options(breaker: Breaker, **options: Any) -> dict[str, Any]:
 
 def test_connections_that_fail_at_first_use_back_off_and_time_out(place):
     place.send(b"1")
-    with (
-        Breaker(place.server.address) as breaker,
-        place.source(**reconnect_options(breaker)) as source,
-    ):
+    with Breaker(place.server.address) as breaker, place.source(**retrying(breaker)) as source:
         breaker.arm(BASIC_CONSUME, times=math.inf)
         began = time.monotonic()
         with pytest.raises(ProducerUnavailable, match="is lost"):
@@ -191,7 +188,7 @@ def test_a_stopped_run_does_not_wait_for_its_broker(place):
     stop = threading.Event()
     with Breaker(place.server.address) as breaker:
         slow = {"backoff_min": 30.0, "backoff_max": 30.0, "reconnect_timeout": 600.0}
-        options = reconnect_options(breaker, qos=Qos(prefetch_count=1), **slow)
+        options = retrying(breaker, qos=Qos(prefetch_count=1), **slow)
         env = replace(place.env(), stopping=stop.is_set)
         source = place.producer(**options).source(env)
         first = receive_one(source)
@@ -214,7 +211,7 @@ def test_settlement_survives_repeated_connection_losses(place):
     place.send(b"1")
     messages, lease = place.hold()
     with Breaker(place.server.address) as breaker:
-        custodian = place.producer(**reconnect_options(breaker)).custodian(place.env("custodian"))
+        custodian = place.producer(**retrying(breaker)).custodian(place.env("custodian"))
         breaker.arm(QUEUE_DECLARE, times=math.inf)
         with pytest.raises(ProducerUnavailable, match="is lost"):
             custodian.settle(lease, settlement_of(messages))
@@ -222,7 +219,7 @@ def test_settlement_survives_repeated_connection_losses(place):
         assert 2 <= breaker.broken <= 12
 
         breaker.arm(QUEUE_DECLARE, times=5)
-        patient = reconnect_options(breaker, reconnect_timeout=60.0)
+        patient = retrying(breaker, reconnect_timeout=60.0)
         custodian = place.producer(**patient).custodian(place.env("custodian"))
         assert custodian.settle(lease, settlement_of(messages)) == SettleReport(acked=1)
         custodian.close()

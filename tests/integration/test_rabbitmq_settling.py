@@ -408,14 +408,9 @@ def test_a_requeued_dead_letter_starts_with_fresh_attempts(place):
     place.send(dead_letter[1], properties=dead_letter[0])
     [requeued], _ = place.settle("g3", metadata=["headers"])
 
-    assert (requeued.message_id, requeued.attempt, requeued.redelivered) == (
-        second.message_id,
-        1,
-        True,
-    )
-    assert not {
-        name for name in requeued.metadata["headers"] or {} if name.startswith("x-broadway")
-    }
+    assert (requeued.message_id, requeued.attempt) == (second.message_id, 1)
+    assert requeued.redelivered
+    assert not any(name.startswith("x-broadway") for name in requeued.metadata["headers"] or ())
 
 
 def test_a_copied_header_is_no_duplicate(place):
@@ -458,8 +453,7 @@ def test_a_retry_published_twice_is_handled_once(place, monkeypatch):
     assert ids(redelivered) == [messages[0].message_id]
     dead = [place.get(place.queues.dead) for _ in range(2)]
     marked = [
-        bool(dead_letter and dead_letter[0].headers.get("x-broadway-redelivered"))
-        for dead_letter in dead
+        bool(message and message[0].headers.get("x-broadway-redelivered")) for message in dead
     ]
     assert marked == [False, True]
 

@@ -78,9 +78,8 @@ def test_the_guides_permissions_suffice_for_runs(place):
 
     with permitted(place.server, tags="management", **guide_permissions(place.name)) as user:
         verdicts = (Action.ACK, Action.RETRY, Action.DEAD_LETTER, Action.RELEASE)
-        _, report, _ = run_once(
-            place, "g1", *(Verdict(action, 60.0) for action in verdicts), **user
-        )
+        delayed = (Verdict(action, 60.0) for action in verdicts)
+        _, report, _ = run_once(place, "g1", *delayed, **user)
 
         # When the next run uses the same holding queue
         messages, next_report, holding_queue = run_once(place, "g2", **user)

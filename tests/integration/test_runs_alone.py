@@ -144,9 +144,8 @@ def test_killed_tasks_are_retried_and_settled_by_another_process(workspace):
     # Then the first try's messages were redelivered, and only batches without outcome ran again
     assert retried["received"] == COUNT
     assert counts["without_outcome"] == 0
-    repeated = [
-        n for n, times in Counter(e.number for e in workspace.handled()).items() if times > 1
-    ]
+    counts = Counter(event.number for event in workspace.handled())
+    repeated = [number for number, times in counts.items() if times > 1]
     assert 101 in repeated
     assert len(repeated) <= 10, "batches with an outcome ran again"
     workspace.check_account(report)

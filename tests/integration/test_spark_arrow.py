@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from datetime import UTC, date, datetime
-from decimal import Decimal
+from datetime import UTC
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from airflow_broadway.spark.session import INCOMPLETE, REFUSED, ClassicSessions
 from scripts.airflow_env import ROOT
 from tests.s3_server import S3Server, s3_server
 from tests.unit.spark.pipelines import Counting, Mending
-from tests.unit.spark.plans import Planned, Row, Staged, rows
+from tests.unit.spark.plans import EVERY_TYPE, VALUES, Planned, Row, Staged, rows
 from tests.unit.spark.session import spark_session
 
 if TYPE_CHECKING:
@@ -99,30 +98,6 @@ def test_batches_are_read_and_outcomes_written(bucket):
 
 
 def test_every_schema_type_round_trips(bucket):
-    schema = (
-        "b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, m decimal(38,10),"
-        " x string not null, y binary, dt date, ts timestamp, tn timestamp_ntz, a array<int>,"
-        " p map<string, double>, st struct<`odd name`: int, deep: array<struct<k: string>>>"
-    )
-    timestamp = datetime(2026, 3, 29, 1, 30, 0, 123456, tzinfo=UTC)
-    data = {
-        "b": True,
-        "t": -128,
-        "s": 32767,
-        "i": 2**31 - 1,
-        "l": -(2**63),
-        "f": 0.5,
-        "d": 1e300,
-        "m": Decimal("1234567890123456789012345678.0123456789"),
-        "x": "ü\u0000✓",
-        "y": b"\x00\xff",
-        "dt": date(1500, 2, 28),
-        "ts": timestamp,
-        "tn": datetime(1600, 1, 1, 12),  # noqa: DTZ001 - a timestamp_ntz has none
-        "a": [1, None, 3],
-        "p": {"k": 1.5, "n": None},
-        "st": {"odd name": 1, "deep": [{"k": "v"}]},
-    }
     seen: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
@@ -134,14 +109,14 @@ def test_every_schema_type_round_trips(bucket):
         return messages
 
     Mending.mend = staticmethod(mend)
-    row = Row("m0", data, payload=b"body", properties="{}")
-    plan = bucket.plan("default", [Planned("b0", [row])], schema=schema)
+    row = Row("m0", VALUES, payload=b"body", properties="{}")
+    plan = bucket.plan("default", [Planned("b0", [row])], schema=EVERY_TYPE)
     assert bucket.run(callback, plan, pipeline=Mending) == 0
     assert bucket.entries(bucket.outcome("default", "b0"))["m0"].payload == b"body"
     read, rebuilt = seen
-    assert read["ts"].astimezone(UTC) == timestamp
-    assert {**read, "ts": timestamp, "y": bytes(read["y"])} == data
-    assert rebuilt == data
+    assert read["ts"].astimezone(UTC) == VALUES["ts"]
+    assert {**read, "ts": VALUES["ts"], "y": bytes(read["y"])} == VALUES
+    assert rebuilt == VALUES
 
 
 def test_refusal_in_an_executor_leaves_its_batch_without_an_outcome(bucket, server, caplog):
@@ -158,9 +133,7 @@ def test_refusal_in_an_executor_leaves_its_batch_without_an_outcome(bucket, serv
     assert bucket.run(callback, plan) == INCOMPLETE
 
     # Then the batch is not failed: a retry handles it
-    assert {name: outcome.successful for name, outcome in bucket.outcomes("default").items()} == {
-        "b1": 5
-    }
+    assert {name: row.successful for name, row in bucket.outcomes("default").items()} == {"b1": 5}
     assert "messages of the batch b0 cannot be read back (cannot read batches/" in caplog.text
     assert "the store refused" in caplog.text
 

@@ -64,9 +64,7 @@ def application(root: Path) -> None:
         code = run_work(ClassicSessions(session), uri, files, work, arrow=files)
         session.stop()
         staged.files = files  # type: ignore[assignment]
-        outcomes = {
-            name: outcome.successful for name, outcome in staged.outcomes("default").items()
-        }
+        outcomes = {name: row.successful for name, row in staged.outcomes("default").items()}
     (root / "result.json").write_text(json.dumps([code, sizes, outcomes]))
 
 

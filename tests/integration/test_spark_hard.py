@@ -151,10 +151,7 @@ def test_pandas_udfs_read_data_and_report_failures(tmp_path):
         return flat.mapInPandas(grouped, "message_id string, ok boolean")
 
     result = run(Staged(tmp_path), callback)
-    assert {
-        name: (outcome.error, outcome.successful, outcome.failed)
-        for name, outcome in result.items()
-    } == {
+    assert {name: (row.error, row.successful, row.failed) for name, row in result.items()} == {
         "b0": ("", 5, 5),
         "b1": ("", 5, 5),
     }

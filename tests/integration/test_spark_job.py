@@ -7,8 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, date, datetime
-from decimal import Decimal
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,16 @@ from airflow_broadway.spark import failed, unsuccessful
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.session import ClassicSessions, open_session
 from tests.unit.spark.pipelines import Counting, Mending, Without
-from tests.unit.spark.plans import EPOCH, Planned, Row, Staged, plan_path, rows
+from tests.unit.spark.plans import (
+    EPOCH,
+    EVERY_TYPE,
+    VALUES,
+    Planned,
+    Row,
+    Staged,
+    plan_path,
+    rows,
+)
 from tests.unit.spark.session import spark_session
 
 if TYPE_CHECKING:
@@ -124,9 +132,8 @@ def test_a_frame_has_the_documented_columns_and_types(job):
     received: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
-        received.append(
-            (messages.schema.simpleString(), messages.orderBy("position").collect(), info)
-        )
+        collected = messages.orderBy("position").collect()
+        received.append((messages.schema.simpleString(), collected, info))
 
     rows = Row(
         "m0",
@@ -160,30 +167,6 @@ def test_a_frame_has_the_documented_columns_and_types(job):
 
 
 def test_every_schema_type_round_trips(job):
-    schema = (
-        "b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, m decimal(38,10),"
-        " x string not null, y binary, dt date, ts timestamp, tn timestamp_ntz, a array<int>,"
-        " p map<string, double>, st struct<`odd name`: int, deep: array<struct<k: string>>>"
-    )
-    timestamp = datetime(2026, 3, 29, 1, 30, 0, 123456, tzinfo=UTC)
-    data = {
-        "b": True,
-        "t": -128,
-        "s": 32767,
-        "i": 2**31 - 1,
-        "l": -(2**63),
-        "f": 0.5,
-        "d": 1e300,
-        "m": Decimal("1234567890123456789012345678.0123456789"),
-        "x": "ü\u0000✓",
-        "y": b"\x00\xff",
-        "dt": date(1500, 2, 28),
-        "ts": timestamp,
-        "tn": datetime(1600, 1, 1, 12),  # noqa: DTZ001 - a timestamp_ntz has none
-        "a": [1, None, 3],
-        "p": {"k": 1.5, "n": None},
-        "st": {"odd name": 1, "deep": [{"k": "v"}, {"k": None}]},
-    }
     seen: list[Any] = []
 
     def callback(messages: DataFrame, info: BatchInfo) -> Any:
@@ -196,7 +179,7 @@ def test_every_schema_type_round_trips(job):
         return messages
 
     Mending.mend = staticmethod(mend)
-    plan = job.plan("default", [Planned("b0", [Row("m0", data)])], schema=schema)
+    plan = job.plan("default", [Planned("b0", [Row("m0", VALUES)])], schema=EVERY_TYPE)
     assert job.run(callback, plan, pipeline=Mending) == 0
     (kinds, row), rebuilt = seen
     assert kinds == (
@@ -204,10 +187,10 @@ def test_every_schema_type_round_trips(job):
         "x:string,y:binary,dt:date,ts:timestamp,tn:timestamp_ntz,a:array<int>,"
         "p:map<string,double>,st:struct<odd name:int,deep:array<struct<k:string>>>>"
     )
-    assert row["ts"].astimezone(UTC) == timestamp
-    assert {**row, "ts": timestamp, "y": bytes(row["y"])} == data
+    assert row["ts"].astimezone(UTC) == VALUES["ts"]
+    assert {**row, "ts": VALUES["ts"], "y": bytes(row["y"])} == VALUES
     # handle_failed gets plain Python, with aware timestamps.
-    assert rebuilt == data
+    assert rebuilt == VALUES
     assert rebuilt["ts"].tzinfo is UTC
     assert type(rebuilt["y"]) is bytes
 
@@ -427,12 +410,8 @@ def test_an_existing_setting_is_kept(monkeypatch):
 
 def test_returning_none_is_success(job):
     outcome, entries = job.run_batch(lambda messages, info: None)
-    assert (outcome.successful, outcome.failed, outcome.missing, outcome.exceptions) == (
-        10,
-        0,
-        0,
-        None,
-    )
+    assert (outcome.successful, outcome.failed, outcome.missing) == (10, 0, 0)
+    assert outcome.exceptions is None
     assert (outcome.error, outcome.try_number, entries) == ("", 1, {})
     assert outcome.application_id == job.spark.sparkContext.applicationId
     assert outcome.seconds > 0
@@ -610,12 +589,8 @@ def test_entries_keep_attempt_payload_and_own_action(job):
     # Settled before: reported to handle_failed as failed, and not settled again.
     assert (outcome.failed, outcome.missing) == (4, 0)
     [failed_messages] = Mending.seen
-    assert sorted(message.message_id for message in failed_messages) == [
-        "acked",
-        "first",
-        "last",
-        "own",
-    ]
+    message_ids = sorted(message.message_id for message in failed_messages)
+    assert message_ids == ["acked", "first", "last", "own"]
 
 
 @pytest.mark.parametrize("small", [1000, 1], ids=["looked up", "joined"])

@@ -30,11 +30,8 @@ def test_browsing_never_redrives_dead_letters(tmp_path):
         return str(client.create_queue(QueueName=queue, Attributes=attributes)["QueueUrl"])
 
     last = create("last")
-    queue_attributes = client.get_queue_attributes(QueueUrl=last, AttributeNames=["QueueArn"])
-    policy = {
-        "deadLetterTargetArn": queue_attributes["Attributes"]["QueueArn"],
-        "maxReceiveCount": limit,
-    }
+    response = client.get_queue_attributes(QueueUrl=last, AttributeNames=["QueueArn"])
+    policy = {"deadLetterTargetArn": response["Attributes"]["QueueArn"], "maxReceiveCount": limit}
     dead = create("dead", RedrivePolicy=json.dumps(policy))
     for number in range(3):
         client.send_message(QueueUrl=dead, MessageBody=f"letter {number}")

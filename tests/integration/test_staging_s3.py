@@ -163,14 +163,10 @@ def test_a_missing_bucket_is_one_clear_error(options):
 
 
 def test_an_unreachable_server_is_one_clear_error(options):
-    client_kwargs = {"endpoint_url": "http://127.0.0.1:9"}
+    client = {"endpoint_url": "http://127.0.0.1:9"}
     store = Store.open(
         "s3://bucket/staging",
-        **{
-            **options,
-            "client_kwargs": client_kwargs,
-            "config_kwargs": {"retries": {"max_attempts": 0}},
-        },
+        **{**options, "client_kwargs": client, "config_kwargs": {"retries": {"max_attempts": 0}}},
     )
     with pytest.raises(StagingError, match=r"s3://bucket/staging: .*check `\[broadway\] staging`"):
         store.root_id()

@@ -106,9 +106,8 @@ def explore(
                     previous[step.state] = state, step.name
                     next_level.append(step.state)
         if len(previous) > max_states:
-            raise StateLimitExceeded(
-                f"more than {max_states:,} states: {len(previous):,} at depth {depth}"
-            )
+            text = f"more than {max_states:,} states: {len(previous):,} at depth {depth}"
+            raise StateLimitExceeded(text)
         level = next_level
         depth += bool(next_level)
     return SearchResult(len(previous), count, depth, None)

@@ -97,9 +97,7 @@ class Receipts:
                 yield Step(f"SQS: message {number} is visible again", after)
 
     def holds(self, state: State, gen: int) -> bool:
-        return any(
-            message.place == IN_FLIGHT and message.receipt == gen for message in state.broker
-        )
+        return any(m.place == IN_FLIGHT and m.receipt == gen for m in state.broker)
 
     def lapse(self, state: State) -> State:
         broker = [

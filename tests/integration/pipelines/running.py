@@ -147,7 +147,5 @@ class World:
 
     def reasons(self) -> dict[int, str]:
         """Returns the dead letters' reasons, by number."""
-        dead_letters = self.queue.dead_letters(limit=None)
-        return {
-            json.loads(dead_letter.body)["n"]: dead_letter.reason for dead_letter in dead_letters
-        }
+        dead = self.queue.dead_letters(limit=None)
+        return {json.loads(message.body)["n"]: message.reason for message in dead}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,6 +30,31 @@ from tests.unit.planned import planned_batch
 METADATA = pa.map_(pa.string(), pa.string())
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 GENERATION = "0" * 31 + "1"
+
+#: A schema with a column of each type, and a row of it.
+EVERY_TYPE = (
+    "b boolean, t tinyint, s smallint, i int, l bigint, f float, d double, m decimal(38,10),"
+    " x string not null, y binary, dt date, ts timestamp, tn timestamp_ntz, a array<int>,"
+    " p map<string, double>, st struct<`odd name`: int, deep: array<struct<k: string>>>"
+)
+VALUES: Final[dict[str, Any]] = {
+    "b": True,
+    "t": -128,
+    "s": 32767,
+    "i": 2**31 - 1,
+    "l": -(2**63),
+    "f": 0.5,
+    "d": 1e300,
+    "m": Decimal("1234567890123456789012345678.0123456789"),
+    "x": "ü\u0000✓",
+    "y": b"\x00\xff",
+    "dt": date(1500, 2, 28),
+    "ts": datetime(2026, 3, 29, 1, 30, 0, 123456, tzinfo=UTC),
+    "tn": datetime(1600, 1, 1, 12),  # noqa: DTZ001 - a timestamp_ntz has none
+    "a": [1, None, 3],
+    "p": {"k": 1.5, "n": None},
+    "st": {"odd name": 1, "deep": [{"k": "v"}, {"k": None}]},
+}
 
 
 @dataclass(frozen=True)
