@@ -77,8 +77,8 @@ def test_every_day_is_correct_after_every_backfill(tmp_path):
         assert written(output)[last] == truth[last]
 
         # And all successful runs are run again backwards with ``completed``
-        behavior = ("--run-backwards", "--reprocess-behavior", "completed")
-        backfill(airflow, "2013-01-01", last, *behavior)
+        options = ("--run-backwards", "--reprocess-behavior", "completed")
+        backfill(airflow, "2013-01-01", last, *options)
         runs = wait_for_backfill(airflow, DAYS)
         assert {run["state"] for run in runs} == {"success"}
         assert {run["dag_run_id"] for run in runs} == backfilled
