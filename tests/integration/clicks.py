@@ -345,7 +345,7 @@ def mark_handle_batches_success_releases_messages_without_outcome(clicks: Clicks
 
 
 def check_next_run_sweeps(clicks: Clicks) -> None:
-    """Checks that the next run settles batches with an outcome; releases, then handles the rest."""
+    """Checks that a next run settles batches with an outcome; the rest is released and handled."""
     clicks.take_down("die")
     clicks.start()
     assert clicks.end() == "success"

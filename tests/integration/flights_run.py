@@ -1,4 +1,4 @@
-"""A run of a broker's ``dags/*_flights.py`` in a real Airflow, checked by the demo's counts."""
+"""A run of a broker's ``dags/*_flights.py`` in a real Airflow, checked against the flights sent."""
 
 from __future__ import annotations
 

@@ -294,9 +294,9 @@ class World:
 
     @contextmanager
     def suspend(self, process: psutil.Process, *, whole: bool = False) -> Iterator[None]:
-        """Suspends a process meanwhile; it holds no lock.
+        """Suspends a process inside the block, at a time when it holds no database lock.
 
-        :param whole: Suspends its children, too.
+        :param whole: Whether its children are suspended, too.
         """
         processes = [process, *(process.children(recursive=True) if whole else ())]
         while not self._try_suspend(processes):

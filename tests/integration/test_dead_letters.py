@@ -122,7 +122,7 @@ def test_a_dead_letter_exchange_needs_the_queues_name(place):
         assert letters.place == f"queue {place.name!r}"
 
 
-def test_rabbitmq_dead_letters_are_counted_listed_and_requeued(place, monkeypatch, capsys):
+def test_listed_rabbitmq_dead_letters_return_to_their_queue(place, monkeypatch, capsys):
     place.send(b"1", b"2", b"3")
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
 
@@ -136,7 +136,7 @@ def test_rabbitmq_dead_letters_are_counted_listed_and_requeued(place, monkeypatc
 
 
 @pytest.mark.parametrize("look", ["list", "delete", "requeue"])
-def test_rabbitmq_dead_letters_are_requeued_before_a_late_channel_close(place, monkeypatch, look):
+def test_rabbitmq_dead_letters_are_back_before_a_late_channel_close(place, monkeypatch, look):
     place.send(b"1", b"2", b"3")
     place.settle("g1", {0: DEAD, 1: DEAD, 2: DEAD})
     chosen = Choice(reason="nothing like it")
@@ -164,7 +164,7 @@ def test_rabbitmq_dead_letters_are_requeued_before_a_late_channel_close(place, m
 @pytest.mark.parametrize(
     ("late", "within", "counted"),
     [(4, 60.0, [2, 2, 2, 2, 5]), (9, 0.0, [2, 2])],
-    ids=["requeued late", "received by others"],
+    ids=["returned late", "received by others"],
 )
 def test_browsing_rabbitmq_dead_letters_waits_until_they_are_counted_again(
     place, monkeypatch, late, within, counted
@@ -186,7 +186,7 @@ def test_browsing_rabbitmq_dead_letters_waits_until_they_are_counted_again(
         listing = letters.letters()
         for _ in range(3):
             next(listing)
-        # Given a queue that requeues dead letters late, or never
+        # Given a queue to which dead letters return late, or never
         monkeypatch.setattr(Channel, "call", slow)
 
         assert isinstance(listing, Generator)
@@ -214,7 +214,7 @@ def test_acknowledged_rabbitmq_dead_letters_are_not_waited_for(place, monkeypatc
 
         assert getattr(letters, act)(Choice(reason="KeyError")).count == 2
 
-    # All are ready, all are received; the remaining ones are requeued
+    # All are ready, all are received; the three that were not chosen are back
     assert (counts[0], counts[1], counts[-1], counts.count(3)) == (5, 0, 3, 1)
 
 

@@ -252,7 +252,7 @@ def test_ctrl_c_leaves_no_process_behind(interrupted):
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    # An orphan is a zombie until the machine's first process reaps it.
+    # An orphan that has ended is a zombie until the machine's first process reaps it.
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

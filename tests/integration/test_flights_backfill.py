@@ -84,7 +84,7 @@ def test_every_day_is_correct_after_every_backfill(tmp_path):
         assert {run["dag_run_id"] for run in runs} == backfilled
         assert written(output) == truth
 
-        # And a past run is repeated, as it was
+        # And a past run is repeated, with the same result
         again = airflow.trigger(DAG, {"source": "run", "source_run": min(backfilled)})
         assert airflow.wait_for_run(DAG, again, timeout=300) == "success"
         assert written(output) == truth
@@ -167,4 +167,4 @@ def wait_for_backfill(airflow: LocalAirflow, days: int) -> list[dict[str, Any]]:
 def _is_open(airflow: LocalAirflow) -> bool:
     """Returns whether a backfill is not completed."""
     response = airflow.api("GET", "/backfills", dag_id=DAG)
-    return any(backfill["completed_at"] is None for backfill in response["backfills"])
+    return any(item["completed_at"] is None for item in response["backfills"])

@@ -1,7 +1,7 @@
-"""Dead letters that a foreign sender publishes directly to a pipeline's dead-letter queue.
+"""Dead letters that a foreign sender publishes to a pipeline's dead-letter queue or topic.
 
 A dead letter's headers are its sender's text.  They cannot route a body into a queue that is not a
-source of the pipeline, and they cannot give a forged dead letter the id of another one.
+source of the pipeline, and no id that names another dead letter chooses the forged one.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_messages_with_slightly_disordered_timestamps_are_read(kafka, tmp_path):
     group = Backfill(kafka, tmp_path, lateness=300.0)
     group.send([0, 12, 22, 19, 9, 24, 15, 26, 13])
 
-    # 26 exceeds the lateness: later offsets are not read
+    # 26 is later than the interval by more than ``lateness``: later offsets are not read
     assert group.bodies() == ["12", "19", "15"]
     again = Backfill(kafka, tmp_path / "other", lateness=3_600.0)
     again.topic = group.topic

@@ -83,7 +83,7 @@ def test_a_check_changes_nothing(group_check):
     assert (done.code, "was reset from 5 to 2 by another program" in done.out) == (0, True)
     assert files() == before
     assert committed[0][0] == 2
-    assert group.kafka.committed(group.group, group.topic) == committed  # its marker, too
+    assert group.kafka.committed(group.group, group.topic) == committed  # its mark, too
     assert group.claim().start == 5
 
 

@@ -1,4 +1,4 @@
-"""``dags/kafka_flights.py`` in a real Airflow, with its own Kafka: the demo's counts."""
+"""``dags/kafka_flights.py`` in a real Airflow, with Kafka, checked against the flights sent."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def test_a_process_that_dies_before_an_open_transaction_holds_no_later_messages(
     source._cluster.close()
     group.clock.sleep(200.0)
 
-    # Then the next one receives them though the readable log ends there, and the others unmarked
+    # Then the next one receives them, marked, though the readable log ends there; and the others,
+    # unmarked, once the transaction is committed
     again = group.drain()
     sender.commit_transaction(30)
     after = group.drain()
@@ -105,7 +106,7 @@ def test_a_topic_recreated_after_a_run_is_detected_at_settlement(apache_kafka, t
     assert group.committed() == {}
     [letter] = apache_kafka.read(group.letters)
     assert (letter.value(), body_of(letter)) == (None, "gone: the topic was created again")
-    # And no run continues to read the new topic
+    # And no run reads the new topic as if it were the old one
     with pytest.raises(ProducerError, match="was created again since the group"):
         group.drain()
     reset_offsets(group, "--to-earliest")

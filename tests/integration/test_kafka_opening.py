@@ -310,10 +310,10 @@ def test_two_staging_folders_begin_a_group_without_repetition(kafka, tmp_path):
         batches = [group_a.take(first), group_b.take(second)]
         first.stop()
         second.stop()
-        settle = zip((group_a, group_b), (first, second), batches, strict=True)
-        reports = [group.settle(source.lease, batch) for group, source, batch in settle]
+        settlements = zip((group_a, group_b), (first, second), batches, strict=True)
+        reports = [group.settle(source.lease, batch) for group, source, batch in settlements]
 
-    # Then the group's offset, which both commit with their marker, has decided
+    # Then the group's offset, which both commit with their mark, has decided
     assert [len(messages) for messages in batches] == [300, 0]
     assert [report.acked for report in reports] == [300, 0]
     assert group_b.drain() == []
@@ -333,7 +333,7 @@ def two_staging_folders(kafka: KafkaServer, folder: Path) -> tuple[KafkaGroup, K
 def test_the_last_commit_of_two_staging_folders_counts(kafka, tmp_path, monkeypatch):
     group_a, group_b = two_staging_folders(kafka, tmp_path)
     with group_a.source("first") as first, group_b.source("second") as second:
-        # Given a source that commits its claim after the other's look, and before its commit
+        # Given a source that commits its claim between the other's look and the other's commit
         committed = Cluster.commit
         taken: list[Any] = []
 
@@ -546,7 +546,7 @@ def test_a_writer_that_slept_is_fenced_off(group):
         group.fill(1)
         group.drain()
 
-    # When it writes again, then its write is refused, and it continues with the newest version
+    # When it resumes, its write is refused, and it continues with the newest version
     assert stale is not None
     assert not slept.replace(place, stale, dataclasses.replace(stale, epoch=7))
     newest = slept.read(place)

@@ -38,7 +38,7 @@ with DAG("endless", schedule=None):
 """
 
 
-# Tests with their own Airflow are slow: other suites start and stop one, too.
+# These are marked slow: other suites start and stop a local Airflow, too.
 @pytest.fixture(scope="module")
 def airflow(tmp_path_factory):
     folder = tmp_path_factory.mktemp("local_airflow")

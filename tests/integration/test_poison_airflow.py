@@ -166,7 +166,7 @@ def test_outside_kills_while_isolating_lose_nothing(world):
     run_id = world.begin()
     world.kill("broadway.batch.default", run_id, lambda: world.noted("begun").count(POISON) > 1 + 2)
 
-    # Then at most two more runs complete it
+    # Then at most two more runs settle all messages
     while world.runs < 2 + 2 and any(world.queue.depth()[:3]):
         world.run()
     world.check()

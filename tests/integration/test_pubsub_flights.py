@@ -1,4 +1,4 @@
-"""``dags/pubsub_flights.py`` in a real Airflow, at Google's emulator: the demo's counts."""
+"""``dags/pubsub_flights.py`` in a real Airflow, at Google's emulator, against the flights sent."""
 
 from __future__ import annotations
 

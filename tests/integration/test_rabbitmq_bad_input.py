@@ -33,7 +33,7 @@ DEAD = Verdict(Action.DEAD_LETTER, 0.0, "why", "process")
 
 def test_wrong_credentials_are_one_clear_error_without_the_password(undeclared, caplog):
     caplog.set_level("DEBUG")
-    caplog.set_level("DEBUG", logger="pika")  # CRITICAL by default
+    caplog.set_level("DEBUG", logger="pika")  # without a level, our client sets CRITICAL
     producer = RabbitMQProducer(queue=undeclared.name, conn_id="rabbit")
 
     with pytest.raises(ProducerError, match="refused the login of user 'me'") as raised:

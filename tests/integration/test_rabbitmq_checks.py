@@ -121,7 +121,7 @@ def settle(place: Place, lease: Lease, settlement: Settlement, **connection: Any
 
 @pytest.mark.parametrize("queue", ["held", "dead"])
 def test_a_lossy_policy_keeps_a_dead_runs_messages_in_place(place, extra, queue):
-    """Checks policies before the sweep, which precedes the first receive."""
+    """A run checks policies before its sweep: the sweep is the first step that moves messages."""
     # Given a run that checked the policies just now, and one that died and whose lease has lapsed
     assert receive_all(place, "g0", extra=extra) == []
     place.send(*[b"%d" % number for number in range(300)])
@@ -308,15 +308,12 @@ def test_the_command_warns_of_unreadable_policies(place, extra, monkeypatch, cap
     with permitted(place.server) as user:
         value = place.server.connection(**user, extra={"management_url": url})
         monkeypatch.setenv("AIRFLOW_CONN_RABBIT_BLIND", json.dumps(value))
-        result = ran(
-            capsys,
-            "check",
-            "--pipeline",
-            make_reference(Checked, queue=place.name, conn_id="rabbit_blind"),
-        )
+        reference = make_reference(Checked, queue=place.name, conn_id="rabbit_blind")
+        result = ran(capsys, "check", "--pipeline", reference)
 
     assert result.code == 0
-    assert "warning: whether policies make this run lose messages could not be" in result.out
+    warning = "warning: whether policies make this run lose messages could not be checked"
+    assert warning in result.out
     assert PASSWORD not in result.out + result.err
 
 

@@ -1,4 +1,4 @@
-"""``dags/rabbitmq_flights.py`` in a real Airflow, with a real RabbitMQ, checked against its input.
+"""``dags/rabbitmq_flights.py`` in a real Airflow, with RabbitMQ, checked against the flights sent.
 
 Its user has only the permissions of the guide.  Its password must appear in no command line and in
 no file.

@@ -1,6 +1,6 @@
 """Settlement at a real RabbitMQ under faults: no message is lost, and every report is true.
 
-The outcome of each message is counted independently of the report: in the queues.
+Each message is counted independently of the report: in the queues.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def test_an_emptied_holding_queue_is_settled_from_staging(place, rest, acked, re
     with place.channel() as channel:
         channel.queue_purge(lease.state["holding_queue"])
 
-    # When three messages have verdicts of their own, and the others that of the rest
+    # When three messages get their own verdicts, and the others the verdict ``rest``
     chosen = dict(zip(ids(messages), (DEAD, RETRY, ACK), strict=False))
     report = place.carry_out(lease, settlement_of(messages, chosen, rest))
 
@@ -333,7 +333,7 @@ def test_oversized_headers_fail_alone(place, verdict):
     # When all are retried or dead-lettered
     first, report = place.settle("g1", dict.fromkeys(range(3), verdict))
 
-    # Then all are, but the one without room for the mark of a retry is dead-lettered
+    # Then all are; of the retries, the one without room for its mark is a dead letter
     assert sorted(message.data for message in first) == [b"full", b"plain", b"small"]
     assert report.failed == 0
     if verdict is RETRY:

@@ -157,7 +157,7 @@ def test_a_confirm_after_the_stop_acknowledges_nothing(place, breaker, released,
     with place.source(**one_second_options(place, breaker)) as source:
         breaker.hold(BUNDLE)
         if lapses:
-            receive_until_lapsed(source, breaker.holds.wait)
+            lapse_while_receiving(source, breaker.holds.wait)
         else:
             receive_unconfirmed(source)
 
@@ -218,8 +218,8 @@ def test_a_connection_lost_while_stopping_loses_nothing(place, breaker):
     assert sorted(bodies(place.settle("the rest")[0])) == [b"2", b"3"]
 
 
-def receive_until_lapsed(source: Any, *until: Callable[[], object]) -> None:
-    """Receives until the run's lease lapses, which is after the calls of ``until``."""
+def lapse_while_receiving(source: Any, *until: Callable[[], object]) -> None:
+    """Receives; ends the lease after the calls of ``until``, as a lapse would."""
 
     def lapse() -> None:
         for wait in until:
@@ -253,7 +253,7 @@ def test_a_quarantined_message_acknowledges_no_earlier_ones(place, breaker):
     place.send(*[b"%d" % number for number in range(40)], b"x" * 2_000)
     with place.source(**one_second_options(place, breaker), max_message_bytes=1_000) as source:
         breaker.hold(BUNDLE)
-        receive_until_lapsed(source, breaker.holds.wait)
+        lapse_while_receiving(source, breaker.holds.wait)
         assert list(source.stop()) == []
         breaker.release()
 

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.slow]
 
 @dataclass
 class SecuredServer(RabbitServer):
-    """A server that listens with TLS too, but for its management API."""
+    """A server that listens with TLS too, except for its management API."""
 
     tls_port: int = field(default_factory=free_port)
 

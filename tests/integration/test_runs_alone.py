@@ -1,7 +1,7 @@
 """A whole pipeline through ``runs/`` only, in processes that have neither Airflow nor pyspark.
 
-Each task is a process of its own; some are killed while they work.  The outcome of each message is
-counted in the queue's file, and in the file that ``handle_batch`` writes.
+Each task is a process of its own; some are killed while they work.  Each message is counted
+independently of the report: in the queue's file, and in the file that ``handle_batch`` writes.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def test_killed_tasks_are_retried_and_settled_by_another_process(workspace):
     # Then the first try's messages were redelivered, and only batches without outcome ran again
     assert retried["received"] == COUNT
     assert counts["without_outcome"] == 0
-    counts = Counter(event.number for event in workspace.handled())
-    repeated = [number for number, times in counts.items() if times > 1]
+    handled = Counter(event.number for event in workspace.handled())
+    repeated = [number for number, times in handled.items() if times > 1]
     assert 101 in repeated
     assert len(repeated) <= 10, "batches with an outcome ran again"
     workspace.check_account(report)

@@ -127,7 +127,7 @@ def test_address_of_a_server_comes_from_a_connection(lake, server, monkeypatch):
     ("line", "reason"),
     [("import not_shipped", "No module named 'not_shipped'"), ("1 / 0", "ZeroDivisionError")],
 )
-def test_task_raises_the_import_error_of_its_driver(lake, line, reason):
+def test_task_raises_the_error_of_a_driver_that_cannot_load_the_pipeline(lake, line, reason):
     operator = lake.operator(remote=f"sc://127.0.0.1:{free_port()}")  # without any server
     (lake.folder / "code/not_shipped.py").touch()
     module = lake.folder / "code/lake_pipeline.py"

@@ -237,12 +237,12 @@ def test_a_batch_reads_only_its_own_row_groups(job):
     # Given a file whose second batch is damaged, and another that is no Parquet
     batches = [Planned(f"b{n}", rows(100, prefix=f"b{n}-")) for n in range(6)]
     plan = job.plan("default", batches, batches_per_file=3)
-    readable, damaged = (job.root / plan.path / name for name in plan.data)
-    damaged.write_bytes(b"PAR1 and no more")
-    groups = pq.read_metadata(readable)
+    partly_damaged, no_parquet = (job.root / plan.path / name for name in plan.data)
+    no_parquet.write_bytes(b"PAR1 and no more")
+    groups = pq.read_metadata(partly_damaged)
     starts = [groups.row_group(n).column(0).dictionary_page_offset or 0 for n in range(3)]
     assert all(starts)
-    with readable.open("r+b") as file:
+    with partly_damaged.open("r+b") as file:
         file.seek(starts[1])
         file.write(b"\xff" * (starts[2] - starts[1]))
     seen: list[int] = []
@@ -824,15 +824,15 @@ def test_batches_of_a_key_run_in_order_and_batchers_in_parallel(job):
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
         nonlocal max_running
-        lane = (info.batcher, info.batch_key)
+        key = (info.batcher, info.batch_key)
         with lock:
-            assert lane not in running
-            running.add(lane)
+            assert key not in running
+            running.add(key)
             order.append((info.batcher, info.batch_id))
             max_running = max(max_running, len(running))
         time.sleep(0.05)
         with lock:
-            running.remove(lane)
+            running.remove(key)
 
     wide_batches = [Planned(f"w{n:02}", rows(1, prefix=f"w{n}"), batch_key=n % 2) for n in range(8)]
     other_batches = [Planned(f"o{n:02}", rows(1, prefix=f"o{n}"), batch_key=n) for n in range(8)]
@@ -942,10 +942,10 @@ def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:
         (_stops_spark, 1, "the SparkContext was stopped"),
     ],
 )
-def test_an_exception_that_ends_the_application_fails_no_batch(
+def test_an_event_that_ends_the_application_fails_no_batch(
     job, monkeypatch, caplog, happens, code, result
 ):
-    # Given three batches, and an exception in the second that ends the application
+    # Given three batches, and an event in the second that ends the application
     plan = job.plan("default", pairs(3))
 
     def callback(messages: DataFrame, info: BatchInfo) -> None:
@@ -1026,7 +1026,7 @@ def test_ignore_corrupt_files_skips_no_message(job, caplog):
 
     assert job.run(callback, plan) == 1
 
-    # Then the batch does not succeed without its messages, and others are handled
+    # Then the batch has no outcome, instead of a success without its messages; others are handled
     assert sorted(job.outcomes("default")) == ["b1"]
     assert "failed messages of the batch b0 cannot be read back" in caplog.text
 

@@ -1,4 +1,4 @@
-"""``dags/sqs_flights.py`` in a real Airflow, with moto's SQS over HTTP, checked on its input."""
+"""``dags/sqs_flights.py`` in a real Airflow, with moto's SQS, checked against the flights sent."""
 
 from __future__ import annotations
 

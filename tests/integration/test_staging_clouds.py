@@ -120,7 +120,7 @@ def test_spark_reads_batches_and_records_outcomes(emulated, tmp_path):
     work = staged.work(Counting, plan)
     fs.put(f"{tmp_path}/Counting/", f"{box}/staging/Counting/", recursive=True)
 
-    # When the driver opens it as it is handed over
+    # When the driver opens it with the options that it receives
     uri = f"{store.spark_uri()}/Counting/dag/run"
     files = ArrowFiles(uri, client_options(store.fs))
     files.check_executor(spark_session(), f"{plan.path}/plan.jsonl")

@@ -1,8 +1,8 @@
 """Custody in holding queues: RabbitMQ.  A bundle holds one message here.
 
 A message may be in several places, as copies.  Unacknowledged deliveries are requeued when their
-connection is closed: that ends a process here, as a kill does; to continue with another connection
-is the same as the next process::
+connection is closed: that ends a process here, as a kill does; a process that reconnected would
+only do what the next process does::
 
     sweep     HoldingQueues.claim · HoldingQueue.fence · QueueJournal.note_swept: create
               for each open message: Outbox.carry_out · HoldingQueue.free

@@ -1,7 +1,7 @@
 """A breadth-first search through all states of a model: the first bad one has the shortest trace.
 
 A model's states are hashable values.  If a step affects only its own thread, the model marks it,
-and the search follows that step alone: the others before it lead to the same states later.
+and the search follows that step alone: taking others' steps first leads to the same states later.
 """
 
 from __future__ import annotations

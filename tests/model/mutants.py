@@ -109,7 +109,7 @@ MUTANTS: Final = (
     Mutant(
         "record",
         "core.formats.record_batch.BatchRecorder.record",
-        "records the outcome before it may be settled by",
+        "records the outcome before any settlement may use it",
         "nothing is acknowledged without a recorded success",
         Rows,
         {**_BATCH, "trouble": 0, "lapses": 0},

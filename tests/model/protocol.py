@@ -74,7 +74,7 @@ class Custody(Protocol):
     code: Mapping[str, str]
 
     def start(self, present: int, messages: int) -> tuple[Any, ...]:
-        """Returns the broker with its present messages, of so many that will be sent."""
+        """Returns the broker with ``present`` of ``messages`` messages; others are sent later."""
         ...
 
     def send(self, state: State) -> State | None:

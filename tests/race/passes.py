@@ -196,7 +196,7 @@ class Lane:
         """Waits until the queue is empty and its rows are visible; returns whether in time.
 
         :param until: The time limit, by the monotonic clock.
-        :raises Failed: If nothing happens for a long time, or the peer has ended.
+        :raises PeerError: If nothing happens for a long time, or the peer has ended.
         """
         began = changed = time.monotonic()
         self.first, self.ended, last = 0.0, 0.0, (0, 0)
@@ -221,7 +221,7 @@ class Lane:
     def check(self, good: bool, reason: str) -> None:
         """Checks that the peer runs.
 
-        :raises Failed: If it has ended, or for the reason if it is not good.
+        :raises PeerError: If it has ended, or for the reason if it is not good.
         """
         assert self.process is not None
         if self.process.poll() is not None:
@@ -242,7 +242,7 @@ class Lane:
         return lines[-1][:200] if lines else "it logs nothing"
 
     def prepare(self) -> Lane:
-        """Lets the peer declare its queue, and handle one message; returns this lane."""
+        """Lets the peer declare what it needs, and handle one message; returns this lane."""
         with self.running():
             end = time.monotonic() + PATIENCE
             while not self.broker.has(self.queue):
@@ -264,7 +264,7 @@ class Lane:
     def killed(self, count: int, clean: CleanPass, kills: int) -> RowCounts:
         """Runs a pass with at most so many ``kill -9``, each at a random time of a life.
 
-        On average, the lives before the last one leave work for it.
+        On average, a life does ``1 / (kills + 1)`` of the work: some is left for the last one.
         """
         self.begin(count)
         longest = clean.first + (clean.seconds - clean.first) * 2 / (kills + 1)

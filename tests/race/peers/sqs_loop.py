@@ -1,5 +1,5 @@
 """boto3, ten threads that receive ten messages each with a long poll of 1 second: a file for 1,000
-messages or for what came until a round was not full, then ``delete_message_batch``."""
+messages, or for fewer after a round that was not full, then ``delete_message_batch``."""
 
 import json
 import os
