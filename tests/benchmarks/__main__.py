@@ -11,8 +11,9 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,34 @@ from tests.nothing_left import nothing_left_behind
 
 RESULT = Path("build/bench.json")
 
-Part = Callable[[], list[dict[str, Any]]]
+Part = Callable[..., list[dict[str, Any]]]
+
+#: A function below ``tests.benchmarks`` and its options with ``--quick``, by the part's name.
+_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "core": ("core.bench_core", {}),
+    "sqlite": ("sqlite.bench_sqlite", {}),
+    "failing": ("failures.bench_failing", {}),
+    "crashes": ("crashes.bench_crashes", {"messages": 5_000, "kills": 3, "tries": 1}),
+    "staging": ("staging.bench_staging", {}),
+    "archive": (
+        "archive.bench_archive",
+        {"messages": 20_000, "interval": 100_000, "flights": 10_000, "tries": 1},
+    ),
+    "view": ("view.bench_view", {"batches": 1_000, "tries": 1}),
+    "s3": ("s3.bench_s3", {"sizes": ((10_000, 1_000),)}),
+    "sinks": ("sinks.bench_sinks", {"rows": 10_000, "tries": 1}),
+    "spark": ("spark.bench_spark", {}),
+    "rabbitmq": ("rabbitmq.bench_rabbitmq", {"sizes": {}, "tries": 1}),
+    "sqs": ("sqs.bench_sqs", {"messages": 1_000, "tries": 1}),
+    "kafka": ("kafka.bench_kafka", {"sizes": {}, "tries": 1}),
+    "pubsub": ("pubsub.bench_pubsub", {"messages": 10_000, "tries": 1}),
+    "warm": ("warm.bench_warm", {"tries": 1}),
+    "warm.connect": ("warm.bench_connect", {"tries": 1}),
+    "warm.live": ("warm.bench_live", {}),
+    "stages": ("flights.bench_stages", {}),
+    "keys": ("flights.bench_keys", {}),
+    "runs": ("flights.bench_runs", {"tries": 1}),
+}
 
 
 def parts(quick: bool, seconds: float) -> dict[str, Part]:
@@ -31,51 +59,21 @@ def parts(quick: bool, seconds: float) -> dict[str, Part]:
     :param seconds: The duration of ``warm.live``'s load.
     """
     sizes = {"10k": flights.SIZES["10k"]} if quick else flights.SIZES
-    return {
-        "core": lambda: import_module("tests.benchmarks.core").bench_core(),
-        "sqlite": lambda: import_module("tests.benchmarks.sqlite").bench_sqlite(),
-        "failing": lambda: import_module("tests.benchmarks.failures").bench_failing(),
-        "crashes": lambda: import_module("tests.benchmarks.crashes").bench_crashes(
-            **({"messages": 5_000, "kills": 3, "tries": 1} if quick else {})
-        ),
-        "staging": lambda: import_module("tests.benchmarks.staging").bench_staging(),
-        "archive": lambda: import_module("tests.benchmarks.archive").bench_archive(
-            **(
-                {"messages": 20_000, "interval": 100_000, "flights": 10_000, "tries": 1}
-                if quick
-                else {}
-            )
-        ),
-        "view": lambda: import_module("tests.benchmarks.view").bench_view(
-            **({"batches": 1_000, "tries": 1} if quick else {})
-        ),
-        "s3": lambda: import_module("tests.benchmarks.s3").bench_s3(
-            **({"sizes": ((10_000, 1_000),)} if quick else {})
-        ),
-        "sinks": lambda: import_module("tests.benchmarks.sinks").bench_sinks(
-            **({"rows": 10_000, "tries": 1} if quick else {})
-        ),
-        "spark": lambda: import_module("tests.benchmarks.spark").bench_spark(),
-        "rabbitmq": lambda: import_module("tests.benchmarks.rabbitmq").bench_rabbitmq(
-            **({"sizes": {}, "tries": 1} if quick else {})
-        ),
-        "sqs": lambda: import_module("tests.benchmarks.sqs").bench_sqs(
-            **({"messages": 1_000, "tries": 1} if quick else {})
-        ),
-        "kafka": lambda: import_module("tests.benchmarks.kafka").bench_kafka(
-            **({"sizes": {}, "tries": 1} if quick else {})
-        ),
-        "pubsub": lambda: import_module("tests.benchmarks.pubsub").bench_pubsub(
-            **({"messages": 10_000, "tries": 1} if quick else {})
-        ),
-        "warm": lambda: import_module("tests.benchmarks.warm").bench_warm(
-            **({"tries": 1} if quick else {})
-        ),
-        "warm.live": lambda: import_module("tests.benchmarks.warm").bench_live(seconds),
-        "stages": lambda: flights.bench_stages(sizes),
-        "keys": flights.bench_keys,
-        "runs": lambda: flights.bench_runs(sizes, tries=1 if quick else 3),
+    always: dict[str, dict[str, Any]] = {
+        "warm.live": {"seconds": seconds},
+        "stages": {"sizes": sizes},
+        "runs": {"sizes": sizes, "tries": 3},
     }
+    return {
+        name: partial(_run, path, {**always.get(name, {}), **(options if quick else {})})
+        for name, (path, options) in _PARTS.items()
+    }
+
+
+def _run(path: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    module, _, name = path.partition(".")
+    function: Part = getattr(import_module(f"tests.benchmarks.{module}"), name)
+    return function(**options)
 
 
 def main() -> int:

@@ -40,7 +40,6 @@ CASES = (
     ("staged", "sqlite", "parquet"),
     ("staged", "sqlite", "delta"),
     ("staged", "rabbitmq", "parquet"),
-    ("connect", "sqlite", "parquet"),
 )
 LIVE = (("run", "rabbitmq", "parquet"), ("staged", "rabbitmq", "parquet"))
 #: Messages per second of ``warm.live``, and messages per call of send.
@@ -75,6 +74,11 @@ def bench_warm(cases: Sequence[tuple[str, str, str]] = CASES, tries: int = 5) ->
                 parts = [mark[after] - mark[before] for mark in marks]
                 figures.append(median(f"{name}.to.{after}", parts, "s", digits=2))
     return figures
+
+
+def bench_connect(tries: int = 5) -> Figures:
+    """Measures the latency of single messages on a warm Spark Connect server."""
+    return bench_warm((("connect", "sqlite", "parquet"),), tries)
 
 
 def bench_live(seconds: float = 60.0) -> Figures:
