@@ -39,8 +39,8 @@ def filled_kafka(folder: Path) -> Iterator[ApacheKafka]:
     """Starts a Kafka with messages of each hour, and of those around, in both partitions."""
     skip_without_apache_kafka()
     with ApacheKafka.start(folder / "kafka") as kafka:
-        kafka.topic("hours", 2)
-        kafka.topic("hours-dlt")
+        for topic, partitions in (("hours", 2), ("hours.retry", 1), ("hours-dlt", 1)):
+            kafka.topic(topic, partitions)
         sender = kafka.producer()
         for number in range(message_count()):
             at = START + timedelta(seconds=number * 3600 / PER_HOUR) - timedelta(hours=1)
