@@ -35,7 +35,7 @@ from airflow_broadway.core.formats.commits import commit_rows
 from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.model.run_source import Interval
 from airflow_broadway.core.model.sink import CommitInDoubt, CommitRefused, SinkEnv, SinkError
-from airflow_broadway.sinks import DeltaTable, IcebergTable, delta
+from airflow_broadway.sinks import DeltaTable, IcebergTable, ParquetFolder, delta
 from airflow_broadway.testing.sinks import SinkContract, SinkSubject, commit_of, rows_of
 from tests import iceberg_catalog, sink_subjects
 from tests.cluster.services import PostgreSQL, ServiceMissing
@@ -119,6 +119,16 @@ class TestSinks(SinkContract):
     @pytest.fixture
     def subject(self, python_subject: SinkSubject) -> SinkSubject:
         return python_subject
+
+
+class TestParquetFolder(SinkContract):
+    @pytest.fixture
+    def subject(self, tmp_path: Path) -> SinkSubject:
+        def read() -> list[str]:
+            files = tmp_path.glob("table/*.parquet")  # those that Spark and pyarrow read
+            return [str(row) for file in files for row in pq.read_table(file)["message_id"]]
+
+        return SinkSubject(ParquetFolder(path=str(tmp_path / "table")), read)
 
 
 @pytest.mark.slow
