@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from airflow_broadway.core.masking import reason_of
 from airflow_broadway.core.model.options import Options, is_template, option, options
@@ -47,8 +47,6 @@ _NEWEST = 200
 @options
 class DeltaTable(Options, Sink):
     """A Delta Lake table; see ``docs/sink-tables.md``."""
-
-    executor_python: ClassVar[bool] = False
 
     path: str = option(
         rule=matching(

@@ -28,7 +28,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.formats.files import put_new, sync_folder
@@ -53,8 +53,6 @@ class ParquetFolder(Options, Sink):
 
     Spark batchers need a folder on a disk that the driver, its executors and the workers share.
     """
-
-    executor_python: ClassVar[bool] = False
 
     path: str = option(
         rule=TEXT,

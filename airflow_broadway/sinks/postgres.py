@@ -16,7 +16,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 from airflow_broadway.core.masking import reason_of
@@ -59,8 +59,6 @@ _PARAMETERS: Final = ("sslmode", "sslrootcert", "sslcert", "sslkey", "target_ses
 @options
 class PostgresTable(Options, Sink):
     """A table of PostgreSQL, version 12 or later; see ``docs/sink-tables.md``."""
-
-    executor_python: ClassVar[bool] = False
 
     table: str = option(rule=_TABLE, doc="The table, with its schema; it must exist.")
     conn_id: str = option(

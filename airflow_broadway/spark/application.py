@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import chain, zip_longest
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,15 +33,22 @@ from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.model.sink import CommitInDoubt
-from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.text import many
 from airflow_broadway.spark.batch import Application, BatchRunner, Unreadable
-from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, Sessions, SparkLost
+from airflow_broadway.spark.files import ExecutorError
+from airflow_broadway.spark.session import (
+    INCOMPLETE,
+    INTERRUPTED,
+    REFUSED,
+    Sessions,
+    SparkLost,
+)
 
 if TYPE_CHECKING:
+    from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.spark.arrow import ArrowFiles
 
 log = logging.getLogger("airflow_broadway.spark")
@@ -61,7 +68,7 @@ def run_work(
     work: Work,
     *,
     arrow: ArrowFiles | None = None,
-    check: Callable[[Pipeline], None] = lambda pipeline: None,
+    check: Callable[[], None] = lambda: None,
     stop: threading.Event | None = None,
     watch_interval: float = WATCH_INTERVAL,
 ) -> int:
@@ -70,7 +77,7 @@ def run_work(
     :param uri: The run's folder, as a URI for Spark.
     :param files: Access to small files of the same folder.
     :param arrow: Access to its data files where Hadoop has no file system for it.
-    :param check: Checks that executors can do the work, before anything else.
+    :param check: See :class:`Application`.
     :param stop: Set it to stop taking batches.
     :param watch_interval: Seconds between two checks for a later try.
     :raises OwnershipLost: If a later try has begun already.
@@ -86,7 +93,6 @@ def run_work(
                     f"the plan {plan.path} is for the batcher {plan.batcher!r}, which the pipeline"
                     f" {pipeline.name!r} does not have (it has {sorted(pipeline.batchers)})"
                 )
-        check(pipeline)
         Ownership(files, work.name, work.try_number).check_try(fresh=True)
         say_started(files, work.name, work.try_number, WORK)
         clock = _clock(pipeline, uri, files, work)
@@ -101,6 +107,7 @@ def run_work(
             ownership=Ownership(files, work.name, work.try_number, clock=clock),
             arrow=arrow,
             stopping=stop.is_set,
+            check=cache(check),
         )
         return _Threads(application, plans, stop).run(watch_interval)
 
@@ -215,6 +222,8 @@ class _Threads:
             log.error("%s without an outcome: %s", many(count, "batch"), problem)
         if isinstance(self._error, KeyboardInterrupt):
             return INTERRUPTED
+        if isinstance(self._error, ExecutorError):
+            return REFUSED
         return INCOMPLETE if left or self._error is not None else 0
 
     def _record_end(self) -> None:

@@ -106,23 +106,26 @@ def s3a_settings(uri: str, options: Mapping[str, Any]) -> dict[str, str]:
     return {f"{bucket}.{name}": value for name, value in settings.items() if value}
 
 
-def check_executor(spark: Any, uri: str, path: str, *, python: bool = True) -> None:
+class ExecutorError(StagingError):
+    """An executor cannot do the work: it cannot read staging, or has another Python."""
+
+
+def check_executor(spark: Any, uri: str, path: str) -> None:
     """Reads a file in an executor, unless executors are the driver itself.
 
-    :param spark: A session; one of Spark Connect reads it on the server, too.
-    :param python: Whether to start a Python worker there, of a Spark Connect server's own Python.
-    :raises StagingError: Naming the folder, before any batch begins.
+    :param spark: A session; one of Spark Connect reads it in a Python worker of the server.
+    :raises ExecutorError: Naming the folder.
     """
     if not is_remote(spark) and re.match(r"local(\[|$)", spark.sparkContext.master):
         return
     try:
         rows = spark.read.text(f"{uri}/{path}").limit(1)
-        if python and is_remote(spark):
+        if is_remote(spark):
             rows = rows.mapInArrow(lambda batches: batches, "value string")
         rows.first()
     except Exception as error:
         lines = re.findall(r".*(?:Exception: |Error: |VERSION_MISMATCH).*", str(error))
-        raise StagingError(
+        raise ExecutorError(
             f"an executor cannot read {uri}/{path} ({(lines or [str(error)])[-1].strip()}): every"
             " host of the cluster must see the same staging root (set [broadway] staging to one"
             " that they share), and have this driver's minor version of Python"

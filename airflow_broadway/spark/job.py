@@ -20,6 +20,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,6 @@ from airflow_broadway.spark.files import (
 from airflow_broadway.spark.session import REFUSED, ClassicSessions, open_session
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.spark.arrow import ArrowFiles
 
 log = logging.getLogger("airflow_broadway.spark")
@@ -156,15 +156,12 @@ def _run(args: argparse.Namespace) -> int:
         context = spark.sparkContext
         ui = context.uiWebUrl or ""
         log.info("Spark application %s; its UI: %s", context.applicationId, ui)
-        if arrow is not None:
-            arrow.check_executor(spark, args.work)
         if files is None:
             set_s3a(spark, uri, options)
             files = open_files(uri, spark)
-        if arrow is None:
-            check_executor(spark, uri, args.work)
+        check = partial(_check_executor, spark, uri, args.work, arrow)
         sessions = ClassicSessions(spark)
-        return run_work(sessions, uri, files, _read_work(files, args), arrow=arrow)
+        return run_work(sessions, uri, files, _read_work(files, args), arrow=arrow, check=check)
     finally:
         with suppress(Exception):
             spark.stop()
@@ -189,13 +186,7 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
     try:
         log.info("Spark application %s; its UI: ", sessions.application_id)
         sessions.end_earlier(islice(open_batches(files, work), MOST_ENDED))
-
-        def check(pipeline: Pipeline) -> None:
-            if arrow is not None:
-                arrow.check_executor(sessions.main, args.work)
-            else:
-                check_executor(sessions.main, uri, args.work, python=_needs_python(pipeline))
-
+        check = partial(_check_executor, sessions.main, uri, args.work, arrow)
         return run_work(sessions, uri, files, work, arrow=arrow, check=check)
     finally:
         with suppress(Exception):
@@ -224,12 +215,11 @@ def _check_load(reference: Mapping[str, Any]) -> None:
         log.warning(_IMPORTS_AIRFLOW)
 
 
-def _needs_python(pipeline: Pipeline) -> bool:
-    """Returns whether executors may run Python, whose start takes a second on a server."""
-    sinks = [batcher.sink for batcher in pipeline.batchers.values() if batcher.engine == "spark"]
-    return pipeline.defines("handle_batch") or any(
-        sink is None or sink.executor_python for sink in sinks
-    )
+def _check_executor(spark: Any, uri: str, path: str, arrow: ArrowFiles | None) -> None:
+    if arrow is None:
+        check_executor(spark, uri, path)
+    else:
+        arrow.check_executor(spark, path)
 
 
 def _tries(files: Files, uri: str, work: Work) -> dict[int, str]:

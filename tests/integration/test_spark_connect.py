@@ -134,7 +134,7 @@ def test_task_raises_the_error_of_a_driver_that_cannot_load_the_pipeline(lake, l
     module.write_text(f"{module.read_text()}\nimport sys\nif 'pytest' not in sys.modules: {line}\n")
 
     error = (
-        rf"the driver refused to start: .*{reason}.*installed in the driver's Python, or be listed"
+        rf"the driver refused the work: .*{reason}.*installed in the driver's Python, or be listed"
     )
     with pytest.raises(AirflowException, match=error):
         lake.execute_operator(operator)

@@ -123,11 +123,9 @@ class Sink(ABC):
 
     :cvar engines: The batcher engines that it supports.
     :cvar engines_note: The reason, if it does not support both, and the way out.
-    :cvar executor_python: Whether its Spark client may run Python on executors.
     """
 
     engines: ClassVar[frozenset[str]] = frozenset({"spark", "python"})
-    executor_python: ClassVar[bool] = True
     #: The column whose values lie in the interval of a backfill; ``None`` keeps its earlier rows.
     time_column: str | None = None
     engines_note: ClassVar[str] = ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,13 +13,12 @@ from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.parts import record_split
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.sinks import DeltaTable, ParquetFolder, PostgresTable
 from airflow_broadway.spark import application, job, launcher
 from airflow_broadway.spark.application import open_batches
 from airflow_broadway.spark.connect import VARIABLE, Server
 from airflow_broadway.spark.session import REFUSED
 from tests.unit.planned import planned_batch
-from tests.unit.spark.pipelines import Counting, Without
+from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
 
 
@@ -59,44 +57,12 @@ def test_spark_connect_without_remote_is_refused(tmp_path, monkeypatch, caplog):
     assert "SPARK_REMOTE is set for the driver: to use Spark Connect, set remote=" in caplog.text
 
 
-class Handling(Without):
-    """Has ``handle_batch``."""
-
-    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        return messages
-
-
-class OwnSink(ParquetFolder):
-    """A user's sink, which may run Python on executors."""
-
-    executor_python = True
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "sink", "needed"),
-    [
-        (Handling, ParquetFolder(path="/lake"), True),
-        (Without, ParquetFolder(path="/lake"), False),
-        (Without, DeltaTable(path="/lake"), False),
-        (Without, PostgresTable(table="public.rows"), False),
-        (Without, OwnSink(path="/lake"), True),
-        (Without, None, True),
-    ],
-)
-def test_executors_need_python_for_callbacks_and_unknown_sinks(pipeline, sink, needed):
-    made = pipeline(batchers={"default": {"sink": sink}})
-    assert job._needs_python(made) is needed
-
-
-@pytest.mark.parametrize("needed", [True, False])
-def test_server_is_checked_by_what_the_pipeline_needs(tmp_path, monkeypatch, needed):
-    # Given a work file for a Spark Connect server, and a pipeline that needs Python there, or not
-    pipeline = object()
+def test_check_reads_the_work_file_on_the_server(tmp_path, monkeypatch):
+    # Given a work file for a Spark Connect server
     monkeypatch.setenv(VARIABLE, Server(url="sc://host").dumps())
     sessions = Mock()
     monkeypatch.setattr(job, "ConnectSessions", lambda *_: sessions)
-    monkeypatch.setattr(job, "_needs_python", lambda loaded: loaded is pipeline and needed)
-    monkeypatch.setattr(application, "run_work", lambda *_, check, **__: check(pipeline) or 0)
+    monkeypatch.setattr(application, "run_work", lambda *_, check, **__: check() or 0)
     check = Mock(return_value=None)
     monkeypatch.setattr(job, "check_executor", check)
     work = work_file(tmp_path, f"{Counting.__module__}:{Counting.__name__}")
@@ -104,7 +70,7 @@ def test_server_is_checked_by_what_the_pipeline_needs(tmp_path, monkeypatch, nee
     uri, path = f"file://{tmp_path}", paths.of_try("t", 1)
     assert job.main(["--run", uri, "--work", path, "--sha256", work.digest]) == 0
 
-    check.assert_called_once_with(sessions.main, uri, path, python=needed)
+    check.assert_called_once_with(sessions.main, uri, path)
 
 
 def test_batches_that_an_earlier_try_may_have_in_hand(tmp_path):
