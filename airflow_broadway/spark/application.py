@@ -38,7 +38,7 @@ from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.text import many
 from airflow_broadway.spark.batch import Application, BatchRunner, Unreadable
-from airflow_broadway.spark.files import ExecutorError
+from airflow_broadway.spark.files import ExecutorError, check_executor
 from airflow_broadway.spark.session import (
     INCOMPLETE,
     INTERRUPTED,
@@ -68,7 +68,6 @@ def run_work(
     work: Work,
     *,
     arrow: ArrowFiles | None = None,
-    check: Callable[[], None] = lambda: None,
     stop: threading.Event | None = None,
     watch_interval: float = WATCH_INTERVAL,
 ) -> int:
@@ -77,7 +76,6 @@ def run_work(
     :param uri: The run's folder, as a URI for Spark.
     :param files: Access to small files of the same folder.
     :param arrow: Access to its data files where Hadoop has no file system for it.
-    :param check: See :class:`Application`.
     :param stop: Set it to stop taking batches.
     :param watch_interval: Seconds between two checks for a later try.
     :raises OwnershipLost: If a later try has begun already.
@@ -97,6 +95,11 @@ def run_work(
         say_started(files, work.name, work.try_number, WORK)
         clock = _clock(pipeline, uri, files, work)
         stop = stop or threading.Event()
+        path = paths.of_try(work.name, work.try_number)
+        if arrow is None:
+            check = partial(check_executor, uri=uri, path=path)
+        else:
+            check = partial(arrow.check_executor, path=path)
         application = Application(
             sessions=sessions,
             uri=uri,
@@ -107,7 +110,7 @@ def run_work(
             ownership=Ownership(files, work.name, work.try_number, clock=clock),
             arrow=arrow,
             stopping=stop.is_set,
-            check=cache(check),
+            check=cache(partial(check, sessions.main)),
         )
         return _Threads(application, plans, stop).run(watch_interval)
 

@@ -155,10 +155,8 @@ def open_files(uri: str, spark: Any = None) -> Files:
 
 def local_path(uri: str) -> str | None:
     """Returns the path of a ``file:`` URI or a plain path; ``None`` for other schemes."""
-    if uri.startswith("file://"):
-        return "/" + uri[len("file://") :].lstrip("/")
     if uri.startswith("file:"):
-        return uri[len("file:") :]
+        return "/" + uri[len("file:") :].lstrip("/")
     return None if "://" in uri else uri
 
 
@@ -201,7 +199,7 @@ class HadoopFiles:
         try:
             statuses = self._fs.listStatus(self._path(folder))
         except Exception as error:
-            if _is_not_found(error):
+            if _is_java(error, "FileNotFoundException"):
                 return []
             raise
         names = (str(status.getPath().getName()) for status in statuses)
@@ -213,10 +211,7 @@ class HadoopFiles:
     def create(self, path: str, text: str) -> bool:
         target = self._path(path)
         if self._renames:
-            if self._fs.exists(target):
-                return False
-            temporary = self._path(self._temporary(path))
-            self._write(self._fs.create(temporary, False), [text])
+            temporary = self._write_temporary(path, text)
             if self._fs.rename(temporary, target):
                 return True
             self._fs.delete(temporary, False)
@@ -239,8 +234,7 @@ class HadoopFiles:
         if not self._renames:
             self._write(self._fs.create(target, True), [text])
             return
-        temporary = self._path(self._temporary(path))
-        self._write(self._fs.create(temporary, False), [text])
+        temporary = self._write_temporary(path, text)
         if not self._fs.rename(temporary, target):
             self._fs.delete(target, False)
             if not self._fs.rename(temporary, target):
@@ -271,16 +265,17 @@ class HadoopFiles:
         place = f"{self._root}/{check_path(path, self._root)}"
         return self._jvm.org.apache.hadoop.fs.Path(place)
 
-    @staticmethod
-    def _temporary(path: str) -> str:
+    def _write_temporary(self, path: str, text: str) -> Any:
         folder, slash, _ = path.rpartition("/")
-        return f"{folder}{slash}{TEMPORARY}{uuid.uuid4().hex}"
+        temporary = self._path(f"{folder}{slash}{TEMPORARY}{uuid.uuid4().hex}")
+        self._write(self._fs.create(temporary, False), [text])
+        return temporary
 
     def _open(self, path: str) -> Any:
         try:
             return self._fs.open(self._path(path))
         except Exception as error:
-            if _is_not_found(error):
+            if _is_java(error, "FileNotFoundException"):
                 raise FileNotFoundError(f"{self._root}/{path}") from None
             raise
 
@@ -322,7 +317,3 @@ def _is_java(error: Exception, *names: str) -> bool:
             return True
         java = java.getCause()
     return False
-
-
-def _is_not_found(error: Exception) -> bool:
-    return _is_java(error, "FileNotFoundException")

@@ -20,7 +20,6 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,6 @@ from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.version import __version__
 from airflow_broadway.spark.connect import VARIABLE, ConnectSessions, Server
 from airflow_broadway.spark.files import (
-    check_executor,
     choose_client,
     local_path,
     open_files,
@@ -159,9 +157,8 @@ def _run(args: argparse.Namespace) -> int:
         if files is None:
             set_s3a(spark, uri, options)
             files = open_files(uri, spark)
-        check = partial(_check_executor, spark, uri, args.work, arrow)
         sessions = ClassicSessions(spark)
-        return run_work(sessions, uri, files, _read_work(files, args), arrow=arrow, check=check)
+        return run_work(sessions, uri, files, _read_work(files, args), arrow=arrow)
     finally:
         with suppress(Exception):
             spark.stop()
@@ -186,8 +183,7 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
     try:
         log.info("Spark application %s; its UI: ", sessions.application_id)
         sessions.end_earlier(islice(open_batches(files, work), MOST_ENDED))
-        check = partial(_check_executor, sessions.main, uri, args.work, arrow)
-        return run_work(sessions, uri, files, work, arrow=arrow, check=check)
+        return run_work(sessions, uri, files, work, arrow=arrow)
     finally:
         with suppress(Exception):
             sessions.close()
@@ -213,13 +209,6 @@ def _check_load(reference: Mapping[str, Any]) -> None:
         ) from error
     if "airflow" in sys.modules:
         log.warning(_IMPORTS_AIRFLOW)
-
-
-def _check_executor(spark: Any, uri: str, path: str, arrow: ArrowFiles | None) -> None:
-    if arrow is None:
-        check_executor(spark, uri, path)
-    else:
-        arrow.check_executor(spark, path)
 
 
 def _tries(files: Files, uri: str, work: Work) -> dict[int, str]:

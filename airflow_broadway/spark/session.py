@@ -69,7 +69,12 @@ class SparkLost(BroadwayError):
 
 
 class Sessions(Protocol):
-    """The sessions of an application; used from many threads."""
+    """The sessions of an application; used from many threads.
+
+    :ivar main: The application's own session.
+    """
+
+    main: SparkSession
 
     @property
     def application_id(self) -> str:
@@ -100,18 +105,18 @@ class Sessions(Protocol):
 class ClassicSessions:
     """Sessions in the driver's JVM.
 
-    :param spark: The application's session.
+    :param main: The application's session.
     """
 
-    def __init__(self, spark: SparkSession) -> None:
-        self._spark = spark
+    def __init__(self, main: SparkSession) -> None:
+        self.main = main
 
     @property
     def application_id(self) -> str:
-        return self._spark.sparkContext.applicationId
+        return self.main.sparkContext.applicationId
 
     def open(self, batch_id: str, description: str, pool: str) -> SparkSession:
-        session = self._spark.newSession()
+        session = self.main.newSession()
         context = session.sparkContext
         context.setJobGroup(batch_id, description, interruptOnCancel=True)
         context.setLocalProperty("spark.scheduler.pool", pool)
@@ -119,10 +124,10 @@ class ClassicSessions:
 
     def cancel(self, batch_id: str) -> None:
         with suppress(Exception):
-            self._spark.sparkContext.cancelJobGroup(batch_id)
+            self.main.sparkContext.cancelJobGroup(batch_id)
 
     def why_lost(self, cause: BaseException | None = None) -> str:
-        spark: Any = self._spark
+        spark: Any = self.main
         try:
             if spark._jsc.sc().isStopped():  # there is no public way to ask
                 return "the SparkContext was stopped"

@@ -113,6 +113,22 @@ def test_batches_run_on_a_server(lake, server):
         assert {e.verdict.reason for e in lake.staged.entries(outcome).values()} == {"five"}
 
 
+def test_server_that_cannot_read_staging_fails_no_message(tmp_path, monkeypatch, server):
+    # Given a batch that fails on a server that does not see the run's files any more
+    code = """
+        [work.unlink() for work in pathlib.Path(FOLDER).rglob("t-000001.json")]
+        raise RuntimeError("no such file")
+    """
+    lake = Lake(tmp_path, monkeypatch, f"        import pathlib\n{code}", [Planned("b0", rows(2))])
+
+    with pytest.raises(
+        AirflowException, match=r"the driver refused the work: .*cannot read.*t-00000"
+    ):
+        lake.execute(remote=server.url)
+
+    assert lake.staged.outcomes("default") == {}
+
+
 def test_address_of_a_server_comes_from_a_connection(lake, server, monkeypatch):
     host, _, port = server.url.removeprefix("sc://").partition(":")
     connection = {"conn_type": "spark_connect", "host": host, "port": int(port), "login": "ann"}

@@ -24,8 +24,8 @@ from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.spark import application, failed, unsuccessful
 from airflow_broadway.spark import entries as spark_entries
-from airflow_broadway.spark import failed, unsuccessful
 from airflow_broadway.spark.application import run_work
 from airflow_broadway.spark.files import ExecutorError
 from airflow_broadway.spark.session import REFUSED, ClassicSessions, open_session
@@ -970,16 +970,17 @@ def _fail_one(messages: DataFrame) -> Any:
 
 
 @pytest.mark.parametrize("handle", [_raise, _fail_one])
-def test_failures_are_recorded_once_an_executor_is_checked(job, handle):
+def test_failures_are_recorded_once_an_executor_is_checked(job, monkeypatch, handle):
     plan = job.plan("default", pairs(3))
     recorded: list[list[str]] = []
 
+    def check(spark: SparkSession, *, uri: str, path: str) -> None:
+        assert (spark, uri, path) == (job.spark, job.uri, paths.of_try("handle_batches", 1))
+        recorded.append(sorted(job.outcomes("default")))
+
     # When the first batch succeeds, and the others fail
-    code = job.run(
-        lambda messages, info: None if info.batch_id == "b0" else handle(messages),
-        plan,
-        check=lambda: recorded.append(sorted(job.outcomes("default"))),
-    )
+    monkeypatch.setattr(application, "check_executor", check)
+    code = job.run(lambda messages, info: None if info.batch_id == "b0" else handle(messages), plan)
 
     # Then it is checked once, before the first failure is recorded
     assert (code, recorded) == (0, [["b0"]])
@@ -987,16 +988,13 @@ def test_failures_are_recorded_once_an_executor_is_checked(job, handle):
 
 
 @pytest.mark.parametrize("handle", [_raise, _fail_one])
-def test_an_executor_that_cannot_do_the_work_fails_no_message(job, caplog, handle):
+def test_an_executor_that_cannot_do_the_work_fails_no_message(job, monkeypatch, caplog, handle):
     plan = job.plan("default", pairs(3))
-    check = mock.Mock(side_effect=ExecutorError("an executor cannot read it"))
 
     # When its first batch succeeds, and its second fails
-    code = job.run(
-        lambda messages, info: None if info.batch_id == "b0" else handle(messages),
-        plan,
-        check=check,
-    )
+    check = mock.Mock(side_effect=ExecutorError("an executor cannot read it"))
+    monkeypatch.setattr(application, "check_executor", check)
+    code = job.run(lambda messages, info: None if info.batch_id == "b0" else handle(messages), plan)
 
     # Then the application refuses the work, and only the first has an outcome
     assert (code, sorted(job.outcomes("default"))) == (REFUSED, ["b0"])
@@ -1009,12 +1007,13 @@ def test_a_server_that_is_lost_during_the_check_counts_as_a_crash(job, monkeypat
     # Given a batch that ends the server after it has failed
     plan = job.plan("default", pairs(1))
 
-    def check() -> None:
+    def check(*_: Any, **__: Any) -> None:
         with pytest.raises(RuntimeError):
             _stops_spark(job, monkeypatch)
         raise ExecutorError("an executor cannot read it")
 
-    assert job.run(lambda messages, info: _raise(messages), plan, check=check) == 1
+    monkeypatch.setattr(application, "check_executor", check)
+    assert job.run(lambda messages, info: _raise(messages), plan) == 1
 
     # Then the end of the application is not recorded, which counts as a crash of this batch
     assert "the SparkContext was stopped" in caplog.text

@@ -9,14 +9,14 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 914,
     "cli/": 1_508,
-    "core/": 8_578,
+    "core/": 8_577,
     "hooks/": 75,
     "operators/": 813,
     "plugin/": 1_900,
     "runs/": 5_649,
     "sensors/": 367,
-    "sinks/": 1_118,
-    "spark/": 2_015,
+    "sinks/": 1_115,
+    "spark/": 2_018,
     "staging/": 4_310,
     "submit/": 558,
     "testing/": 3_776,
@@ -30,7 +30,7 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_203,
+    "package": 45_202,
     "tests and scripts": 73_013,
 }
 

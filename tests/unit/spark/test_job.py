@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -13,9 +12,8 @@ from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.parts import record_split
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.spark import application, job, launcher
+from airflow_broadway.spark import job, launcher
 from airflow_broadway.spark.application import open_batches
-from airflow_broadway.spark.connect import VARIABLE, Server
 from airflow_broadway.spark.session import REFUSED
 from tests.unit.planned import planned_batch
 from tests.unit.spark.pipelines import Counting
@@ -55,22 +53,6 @@ def test_spark_connect_without_remote_is_refused(tmp_path, monkeypatch, caplog):
     arguments = ["--run", f"file://{tmp_path}", "--work", paths.of_try("t", 1)]
     assert job.main([*arguments, "--sha256", work.digest]) == REFUSED
     assert "SPARK_REMOTE is set for the driver: to use Spark Connect, set remote=" in caplog.text
-
-
-def test_check_reads_the_work_file_on_the_server(tmp_path, monkeypatch):
-    # Given a work file for a Spark Connect server
-    monkeypatch.setenv(VARIABLE, Server(url="sc://host").dumps())
-    sessions = Mock()
-    monkeypatch.setattr(job, "ConnectSessions", lambda *_: sessions)
-    monkeypatch.setattr(application, "run_work", lambda *_, check, **__: check() or 0)
-    check = Mock(return_value=None)
-    monkeypatch.setattr(job, "check_executor", check)
-    work = work_file(tmp_path, f"{Counting.__module__}:{Counting.__name__}")
-
-    uri, path = f"file://{tmp_path}", paths.of_try("t", 1)
-    assert job.main(["--run", uri, "--work", path, "--sha256", work.digest]) == 0
-
-    check.assert_called_once_with(sessions.main, uri, path)
 
 
 def test_batches_that_an_earlier_try_may_have_in_hand(tmp_path):
