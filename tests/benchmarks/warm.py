@@ -7,7 +7,8 @@ between successive marks: the backlog's ``event`` stored, run ``queued`` and ``r
 The first runs of a DAG are discarded, because its queue and trigger are new.
 
 ``….<task>.modules`` and ``….<task>.cpu`` are those of a task's process at its end, minus those of a
-trivial task; ``….requests`` are a run's requests to Airflow's execution API.
+trivial task; ``….requests`` are a run's requests to Airflow's execution API, and ``….queries`` the
+statements that the API server sends to the metadata database for them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ COLD = 2
 _STAGES = ("broadway.process", "broadway.batch.default")
 TASKS = {"run": ("run",), "staged": _STAGES, "connect": (*_STAGES, "broadway.handle_batches")}
 _DAGS = Path(__file__).parent / "warm_dags"
+#: Airflow's local settings: writes a byte to the file ``queries`` for each statement.
+_COUNT_QUERIES = """
+import os, sys
+from sqlalchemy import Engine, event
+
+if "api-server" in sys.argv:
+    file = os.open(os.environ["WARM_TABLES"] + "/queries", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    event.listen(Engine, "before_cursor_execute", lambda *_: os.write(file, b"."))
+"""
 
 
 def bench_warm(cases: Sequence[tuple[str, str, str]] = CASES, tries: int = 5) -> Figures:
@@ -62,10 +72,12 @@ def bench_warm(cases: Sequence[tuple[str, str, str]] = CASES, tries: int = 5) ->
                 for number in range(COLD):
                     dag.one(number)
                 dag.requests.clear()
+                dag.queries.clear()
                 marks = [dag.one(COLD + number) for number in range(tries)]
             name = "warm." + ".".join(case)
             requests = median(f"{name}.requests", dag.requests, "requests")
-            figures += [requests, *world.processes("_".join(case), name)]
+            queries = median(f"{name}.queries", dag.queries, "queries")
+            figures += [requests, queries, *world.processes("_".join(case), name)]
             for end in ("row", "acked"):
                 seconds = [mark[end] - mark["sent"] for mark in marks]
                 figures.append(median(f"{name}.{end}", seconds, "s", digits=2))
@@ -130,6 +142,7 @@ class Case:
 
     :param send: Sends messages.
     :param depth: Returns the number of messages at the broker.
+    :param queries: A file with a byte for each statement of the API server.
     """
 
     def __init__(
@@ -140,16 +153,18 @@ class Case:
         rows: Rows,
         send: Callable[[list[bytes]], object],
         depth: Callable[[], int],
+        queries: Path,
     ) -> None:
         self._airflow, self._dag_id, self._tasks = airflow, dag_id, tasks
-        self._rows, self._send, self._depth = rows, send, depth
-        #: Number of requests to the execution API by run.
+        self._rows, self._send, self._depth, self._queries = rows, send, depth, queries
+        #: Number of requests to the execution API, and of the API server's queries, by run.
         self.requests: list[int] = []
+        self.queries: list[int] = []
 
     def one(self, number: int) -> dict[str, float]:
         """Sends one message and waits for its run; returns the times of the marks."""
         log = self._airflow.log_dir / "api-server.log"
-        start = log.stat().st_size
+        start, before = log.stat().st_size, self._queries.stat().st_size
         marks = {"sent": time.time()}
         self._send([_body(number)])
         [row] = _poll(self._rows.new)
@@ -157,10 +172,10 @@ class Case:
         assert row["n"] == number, row
         _poll(lambda: not self._depth())
         marks["acked"] = time.time()
-        times = self._times_in_airflow()
-        time.sleep(1.0)  # the last requests follow the state
+        time.sleep(2.0)  # the last requests follow
+        self.queries.append(self._queries.stat().st_size - before)
         self.requests.append(log.read_bytes()[start:].count(b" path=/execution/"))
-        return {**marks, "handled": row["handled"], **times}
+        return {**marks, "handled": row["handled"], **self._times_in_airflow()}
 
     def _times_in_airflow(self) -> dict[str, float]:
         runs = f"/dags/{self._dag_id}/dagRuns"
@@ -258,7 +273,8 @@ class WarmBench:
             self._airflow.wait_for_dag(name)
             self._airflow.pause(name, False)
             stack.callback(self._airflow.pause, name)
-            yield Case(self._airflow, name, TASKS[shape], Rows(folder), *broker)
+            queries = folder.with_name("queries")
+            yield Case(self._airflow, name, TASKS[shape], Rows(folder), *broker, queries)
 
     @contextmanager
     def _sqlite(self, name: str) -> Iterator[Any]:
@@ -293,6 +309,8 @@ def _open_bench() -> Iterator[WarmBench]:
             settings={"core.dags_are_paused_at_creation": "True"},
         )
         (folder / "tables").mkdir()
+        (folder / "airflow/config").mkdir(parents=True)
+        (folder / "airflow/config/airflow_local_settings.py").write_text(_COUNT_QUERIES)
         env["WARM_TABLES"] = str(folder / "tables")
         sqlite = {"conn_type": "broadway_sqlite", "host": str(folder / "queue.db")}
         env["AIRFLOW_CONN_WARM_SQLITE"] = json.dumps(sqlite)
