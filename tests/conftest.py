@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,19 @@ if (
     and (Path(os.environ["AIRFLOW_HOME"]) / "airflow.db").exists()
 ):
     _own_home(os.environ["PYTEST_XDIST_WORKER"])
+
+
+@pytest.fixture(scope="module")
+def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Yields a PostgreSQL server."""
+    from tests.cluster.services import PostgreSQL, ServiceMissing
+
+    try:
+        server = PostgreSQL(tmp_path_factory.mktemp("pg") / "postgresql", "127.0.0.1")
+    except ServiceMissing as error:
+        pytest.skip(str(error))
+    yield server
+    server.stop()
 
 
 @pytest.hookimpl(trylast=True)

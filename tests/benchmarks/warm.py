@@ -140,9 +140,9 @@ class Rows:
 class Case:
     """A DAG with its queue and its table.
 
+    :param queries: A file with a byte for each statement of the API server.
     :param send: Sends messages.
     :param depth: Returns the number of messages at the broker.
-    :param queries: A file with a byte for each statement of the API server.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class Case:
         dag_id: str,
         tasks: Sequence[str],
         rows: Rows,
+        queries: Path,
         send: Callable[[list[bytes]], object],
         depth: Callable[[], int],
-        queries: Path,
     ) -> None:
         self._airflow, self._dag_id, self._tasks = airflow, dag_id, tasks
         self._rows, self._send, self._depth, self._queries = rows, send, depth, queries
@@ -274,7 +274,7 @@ class WarmBench:
             self._airflow.pause(name, False)
             stack.callback(self._airflow.pause, name)
             queries = folder.with_name("queries")
-            yield Case(self._airflow, name, TASKS[shape], Rows(folder), *broker, queries)
+            yield Case(self._airflow, name, TASKS[shape], Rows(folder), queries, *broker)
 
     @contextmanager
     def _sqlite(self, name: str) -> Iterator[Any]:

@@ -38,28 +38,14 @@ from airflow_broadway.core.model.sink import CommitInDoubt, CommitRefused, SinkE
 from airflow_broadway.sinks import DeltaTable, IcebergTable, ParquetFolder, delta
 from airflow_broadway.testing.sinks import SinkContract, SinkSubject, commit_of, rows_of
 from tests import iceberg_catalog, sink_subjects
-from tests.cluster.services import PostgreSQL, ServiceMissing
+from tests.cluster.services import PostgreSQL
 from tests.iceberg_catalog import RestCatalog
 from tests.sink_subjects import SparkClient, SparkSubject
-from tests.unit.spark.session import TABLES
-
-needs_tables = pytest.mark.skipif(
-    not TABLES, reason="no jars of tables for Spark: scripts/setup.sh --tables, which needs mvn"
-)
+from tests.unit.spark.session import needs_tables
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgreSQL]:
-    try:
-        server = PostgreSQL(tmp_path_factory.mktemp("pg") / "postgresql", "127.0.0.1")
-    except ServiceMissing as error:
-        pytest.skip(str(error))
-    yield server
-    server.stop()
-
-
-def _address(server: PostgreSQL) -> tuple[str, int]:
-    host, port = server.url.rpartition("@")[2].partition("/")[0].split(":")
+def _address(postgresql: PostgreSQL) -> tuple[str, int]:
+    host, port = postgresql.url.rpartition("@")[2].partition("/")[0].split(":")
     return host, int(port)
 
 
@@ -85,7 +71,7 @@ def _made(kind: str, request: pytest.FixtureRequest, *, spark: bool) -> SinkSubj
         url = request.getfixturevalue("catalog").url
         made = sink_subjects.iceberg({"type": "rest", "uri": url})
     else:
-        address = _address(request.getfixturevalue("server"))
+        address = _address(request.getfixturevalue("postgresql"))
         if kind == "postgres":
             made = sink_subjects.postgres(*address)
         else:
@@ -400,8 +386,8 @@ def test_a_removed_history_of_delta_is_one_error(tmp_path: Path) -> None:
     assert list(subject.read()) == ["a"]
 
 
-def test_another_unique_key_of_a_table_is_no_refusal(server: PostgreSQL) -> None:
-    subject = sink_subjects.postgres(*_address(server))
+def test_another_unique_key_of_a_table_is_no_refusal(postgresql: PostgreSQL) -> None:
+    subject = sink_subjects.postgres(*_address(postgresql))
     with closing(subject.open()) as client:
         with client._session() as session:  # type: ignore[attr-defined]
             session.execute(f"CREATE UNIQUE INDEX ON {subject.sink.table} (message_id)")  # type: ignore[attr-defined]
@@ -414,9 +400,9 @@ def test_another_unique_key_of_a_table_is_no_refusal(server: PostgreSQL) -> None
 
 @pytest.mark.parametrize("action", ["create the ledger", "rule out"])
 def test_a_process_that_pauses_holds_no_lock(
-    server: PostgreSQL, monkeypatch: pytest.MonkeyPatch, action: str
+    postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
-    made = sink_subjects.postgres(*_address(server))
+    made = sink_subjects.postgres(*_address(postgresql))
     ledger = f"public.l{uuid.uuid4().hex[:8]}"
     subject = dataclasses.replace(made, sink=dataclasses.replace(made.sink, ledger=ledger))  # type: ignore[type-var]
     if action == "create the ledger":
@@ -449,9 +435,9 @@ def test_a_process_that_pauses_holds_no_lock(
 
 
 def test_a_connection_whose_commit_fails_is_closed(
-    server: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+    postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subject = sink_subjects.postgres(*_address(server))
+    subject = sink_subjects.postgres(*_address(postgresql))
     client = subject.open()
     sessions = []
 
@@ -468,19 +454,19 @@ def test_a_connection_whose_commit_fails_is_closed(
 
 @pytest.mark.parametrize("kind", ["postgres", "iceberg"])
 def test_a_database_that_ends_is_in_no_doubt(
-    server: PostgreSQL, request: pytest.FixtureRequest, kind: str
+    postgresql: PostgreSQL, request: pytest.FixtureRequest, kind: str
 ) -> None:
     subject = _made(kind, request, spark=False)
     with closing(subject.open()) as client:
-        server.restart()
+        postgresql.restart()
         client.commit(rows_of("a"), commit_of("b1.0"))
-        server.stop()
+        postgresql.stop()
         try:
             with pytest.raises(SinkError, match=r"127\.0\.0\.1") as caught:
                 client.landed(["b1.0"])
             assert "\n" not in str(caught.value)
         finally:
-            server.start()
+            postgresql.start()
         assert client.rule_out(["b1.0"]) == {"b1.0": 1}
 
 
@@ -488,11 +474,11 @@ def test_a_database_that_ends_is_in_no_doubt(
 
 
 @pytest.fixture
-def lake(server: PostgreSQL, tmp_path: Path) -> Iterator[tuple[SinkSubject, Any]]:
+def lake(postgresql: PostgreSQL, tmp_path: Path) -> Iterator[tuple[SinkSubject, Any]]:
     """A subject, and its table as pyiceberg opens it."""
     from pyiceberg.catalog import load_catalog
 
-    properties = sink_subjects.iceberg_database(tmp_path, *_address(server))
+    properties = sink_subjects.iceberg_database(tmp_path, *_address(postgresql))
     subject = sink_subjects.iceberg(properties)
     with closing(load_catalog("lake", **properties)) as catalog:
         yield subject, catalog.load_table(subject.sink.table)  # type: ignore[attr-defined]
@@ -679,8 +665,8 @@ def test_delta_refuses_a_write_that_began_before_the_tombstone(tmp_path: Path, r
 
 
 @pytest.fixture
-def staged(server: PostgreSQL) -> SparkSubject:
-    made = sink_subjects.postgres(*_address(server))
+def staged(postgresql: PostgreSQL) -> SparkSubject:
+    made = sink_subjects.postgres(*_address(postgresql))
     return SparkSubject(made.sink, made.read, made.env)
 
 
@@ -720,8 +706,8 @@ class _ManyTypes:
 
 @pytest.mark.spark
 @needs_tables
-def test_spark_writes_what_python_writes(server: PostgreSQL) -> None:
-    subjects = [sink_subjects.postgres(*_address(server)) for _ in range(2)]
+def test_spark_writes_what_python_writes(postgresql: PostgreSQL) -> None:
+    subjects = [sink_subjects.postgres(*_address(postgresql)) for _ in range(2)]
     contents = []
     for spark, subject in enumerate(subjects):
         opened = SparkSubject(subject.sink, subject.read, subject.env) if spark else subject
@@ -862,10 +848,10 @@ def _timed_iceberg(properties: dict[str, str], kind: str) -> SinkSubject:
     return SinkSubject(dataclasses.replace(sink, time_column="at"), made.read, made.env)
 
 
-def _timed_postgres(server: PostgreSQL, kind: str) -> SinkSubject:
-    made = sink_subjects.postgres(*_address(server))
+def _timed_postgres(postgresql: PostgreSQL, kind: str) -> SinkSubject:
+    made = sink_subjects.postgres(*_address(postgresql))
     sink: Any = made.sink
-    host, port = _address(server)
+    host, port = _address(postgresql)
     with psycopg.connect(host=host, port=port, user="airflow", dbname="airflow") as session:
         session.execute("SET timezone = 'America/New_York'")
         session.execute(f"ALTER TABLE {sink.table} ADD COLUMN at {kind}")
@@ -883,10 +869,10 @@ def test_a_deletion_removes_the_rows_of_its_interval_once(
     if table == "delta":
         subject = _timed_delta(tmp_path / "timed", kind)
     elif table == "iceberg":
-        address = _address(request.getfixturevalue("server"))
+        address = _address(request.getfixturevalue("postgresql"))
         subject = _timed_iceberg(sink_subjects.iceberg_database(tmp_path, *address), kind)
     else:
-        subject = _timed_postgres(request.getfixturevalue("server"), kind)
+        subject = _timed_postgres(request.getfixturevalue("postgresql"), kind)
     with closing(subject.open()) as client:
         client.rule_out(["backfill.late"])
         with pytest.raises(CommitRefused):
@@ -910,10 +896,10 @@ def test_a_time_column_without_timestamps_is_refused(
     if table == "delta":
         subject = _timed_delta(tmp_path / "timed", "date")
     elif table == "iceberg":
-        address = _address(request.getfixturevalue("server"))
+        address = _address(request.getfixturevalue("postgresql"))
         subject = _timed_iceberg(sink_subjects.iceberg_database(tmp_path, *address), "date")
     else:
-        subject = _timed_postgres(request.getfixturevalue("server"), "date")
+        subject = _timed_postgres(request.getfixturevalue("postgresql"), "date")
     sink: Any = subject.sink
     with pytest.raises(SinkError, match=f"time_column '{column}' of .* {error}"):
         dataclasses.replace(sink, time_column=column).open(subject.env)

@@ -16,6 +16,7 @@ from airflow_broadway.spark.arrow import ArrowFiles
 from tests.s3_server import s3_server
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
+from tests.unit.spark.session import local_cluster_env
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -24,25 +25,14 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(540)]
 
 def application(root: Path) -> None:
     """Handles batches in a bucket; the keys in the environment of each process are denied."""
-    import pyspark
-
     from airflow_broadway.spark.session import ClassicSessions, open_session
 
-    conf = {
-        "spark.ui.enabled": "false",
-        "spark.executor.memory": "512m",
-        "spark.master.ui.port": "0",
-        "spark.worker.ui.port": "0",
-    }
-    conf_options = " ".join(f"--conf {name}={value}" for name, value in conf.items())
     folder, path = root / "staging", "Counting/dag/run"
     with s3_server() as server:
         os.environ |= {
             "AWS_ACCESS_KEY_ID": "none",
             "AWS_SECRET_ACCESS_KEY": "none",
-            "SPARK_HOME": os.path.dirname(pyspark.__file__),
-            "PYSPARK_PYTHON": sys.executable,
-            "PYSPARK_SUBMIT_ARGS": f"--master local-cluster[1,1,1024] {conf_options} pyspark-shell",
+            **local_cluster_env(),
         }
         store = server.store(server.root())
         store.root_id()

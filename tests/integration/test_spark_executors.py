@@ -15,6 +15,7 @@ from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.spark.application import run_work
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
+from tests.unit.spark.session import local_cluster_env
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(540)]
 
@@ -24,23 +25,9 @@ EXIT = "java_method('java.lang.System', 'exit', 1)"
 
 def application(root: Path) -> None:
     """Handles two batches, of which one kills every executor that works on it."""
-    import pyspark
-
     from airflow_broadway.spark.session import ClassicSessions, open_session
 
-    conf = {
-        "spark.ui.enabled": "false",
-        "spark.executor.memory": "512m",
-        "spark.master.ui.port": "0",
-        "spark.worker.ui.port": "0",
-        "spark.sql.shuffle.partitions": "1",
-    }
-    conf_options = " ".join(f"--conf {name}={value}" for name, value in conf.items())
-    os.environ |= {
-        "SPARK_HOME": os.path.dirname(pyspark.__file__),
-        "PYSPARK_PYTHON": sys.executable,
-        "PYSPARK_SUBMIT_ARGS": f"--master local-cluster[1,1,1024] {conf_options} pyspark-shell",
-    }
+    os.environ |= local_cluster_env()
 
     def callback(messages: Any, info: BatchInfo) -> None:
         (messages.selectExpr(EXIT) if info.batch_id == "b0" else messages).collect()

@@ -26,10 +26,10 @@ from airflow_broadway.sinks import DeltaTable, ParquetFolder, PostgresTable
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.job import arguments_of
 from airflow_broadway.spark.session import INCOMPLETE
-from tests.cluster.services import PostgreSQL, ServiceMissing
+from tests.cluster.services import PostgreSQL
 from tests.spark_drivers import Drivers
 from tests.unit.runs.steps import AS_AIRFLOW, Call, Point, Run, Sums, note
-from tests.unit.spark.session import TABLES
+from tests.unit.spark.session import needs_tables
 
 pytestmark = pytest.mark.spark
 
@@ -389,27 +389,13 @@ def test_a_wrong_result_fails_its_batch_and_commits_nothing(
 
 # -- tables ----------------------------------------------------------------------------------------
 
-needs_tables = pytest.mark.skipif(
-    not TABLES, reason="no jars of tables for Spark: scripts/setup.sh --tables, which needs mvn"
-)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgreSQL]:
-    try:
-        server = PostgreSQL(tmp_path_factory.mktemp("pg") / "postgresql", "127.0.0.1")
-    except ServiceMissing as error:
-        pytest.skip(str(error))
-    yield server
-    server.stop()
-
 
 @pytest.fixture(scope="module")
 def writers(
-    server: PostgreSQL, tmp_path_factory: pytest.TempPathFactory
+    postgresql: PostgreSQL, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Drivers, Connections]]:
     """Yields drivers that get the database's connection from their environment."""
-    address = urlsplit(server.url)
+    address = urlsplit(postgresql.url)
     connection = Connection(
         conn_id="postgres_default",
         host=address.hostname or "",

@@ -5,13 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+import pyspark
+import pytest
 
 from tests.server_process import at_end
 
 #: The jars of tables that Spark writes, if ``scripts/setup.sh --tables`` has resolved them.
 TABLES = sorted(Path(__file__).parents[3].glob("build/tables/*.jar"))
+needs_tables = pytest.mark.skipif(
+    not TABLES, reason="no jars of tables for Spark: scripts/setup.sh --tables, which needs mvn"
+)
 
 
 @functools.cache
@@ -35,6 +42,23 @@ def spark_session() -> Any:
     logging.getLogger("py4j").setLevel(logging.WARNING)
     at_end.callback(session.stop)
     return session
+
+
+def local_cluster_env() -> dict[str, str]:
+    """Returns the environment of a driver whose one executor is another process."""
+    conf = {
+        "spark.ui.enabled": "false",
+        "spark.executor.memory": "512m",
+        "spark.master.ui.port": "0",
+        "spark.worker.ui.port": "0",
+        "spark.sql.shuffle.partitions": "1",
+    }
+    options = " ".join(f"--conf {name}={value}" for name, value in conf.items())
+    return {
+        "SPARK_HOME": str(Path(pyspark.__file__).parent),
+        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_SUBMIT_ARGS": f"--master local-cluster[1,1,1024] {options} pyspark-shell",
+    }
 
 
 def tables_conf() -> dict[str, str]:
