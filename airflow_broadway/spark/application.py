@@ -39,13 +39,7 @@ from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.text import many
 from airflow_broadway.spark.batch import Application, BatchRunner, Unreadable
 from airflow_broadway.spark.files import ExecutorError, check_executor
-from airflow_broadway.spark.session import (
-    INCOMPLETE,
-    INTERRUPTED,
-    REFUSED,
-    Sessions,
-    SparkLost,
-)
+from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, REFUSED, Sessions, SparkLost
 
 if TYPE_CHECKING:
     from airflow_broadway.core.pipeline import Pipeline
@@ -95,11 +89,8 @@ def run_work(
         say_started(files, work.name, work.try_number, WORK)
         clock = _clock(pipeline, uri, files, work)
         stop = stop or threading.Event()
+        check = partial(check_executor, uri=uri) if arrow is None else arrow.check_executor
         path = paths.of_try(work.name, work.try_number)
-        if arrow is None:
-            check = partial(check_executor, uri=uri, path=path)
-        else:
-            check = partial(arrow.check_executor, path=path)
         application = Application(
             sessions=sessions,
             uri=uri,
@@ -110,8 +101,10 @@ def run_work(
             ownership=Ownership(files, work.name, work.try_number, clock=clock),
             arrow=arrow,
             stopping=stop.is_set,
-            check=cache(partial(check, sessions.main)),
+            check=cache(partial(check, sessions.main, path=path)),
         )
+        if not plans:  # of `airflow-broadway check --spark`
+            application.check()
         return _Threads(application, plans, stop).run(watch_interval)
 
 

@@ -36,12 +36,7 @@ from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.version import __version__
 from airflow_broadway.spark.connect import VARIABLE, ConnectSessions, Server
-from airflow_broadway.spark.files import (
-    choose_client,
-    local_path,
-    open_files,
-    set_s3a,
-)
+from airflow_broadway.spark.files import choose_client, local_path, open_files, set_s3a
 from airflow_broadway.spark.session import REFUSED, ClassicSessions, open_session
 
 if TYPE_CHECKING:

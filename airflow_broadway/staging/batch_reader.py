@@ -165,13 +165,16 @@ def messages_of(
     :param python: Whether they were staged for a Python batcher.
     """
     key_of: Callable[[Any], Any] = load_key if python else plain_key
+    texts = _column(table, "batch_key")
+    # Keys of sets or dictionaries are not shared by messages.
+    keys = {text: key_of(json.loads(text)) for text in {*texts} if text[0] != "{"}
     metadata = from_arrow(table["metadata"])
     if python:
         metadata = [load_metadata(value) if value else value for value in metadata]
     rows = zip(
         _data(table, schema, load if python else json.loads),
         _column(table, "message_id"),
-        [key_of(json.loads(text)) for text in _column(table, "batch_key")],
+        [keys[text] if text in keys else key_of(json.loads(text)) for text in texts],
         _column(table, "_flush", "flush"),
         metadata,
         _column(table, "attempt"),

@@ -40,6 +40,13 @@ pytestmark = pytest.mark.broker
 BUNDLE = b"application/x-broadway-bundle"
 
 
+def empty_bundle(queue: str, generation: str) -> bytes:
+    header = Header(
+        bundle=f"{generation}.0", generation=generation, queue=queue, count=0, until=2e9
+    )
+    return pack(header, [])
+
+
 @contextmanager
 def connect(place: Place) -> Iterator[ConnectionThread]:
     connection = ConnectionThread.to(address_for(place.producer(), place.env()))
@@ -111,14 +118,7 @@ def test_runs_create_no_erlang_atoms(place, runs):
         def run(generation: str) -> None:
             """Opens, settles and frees a holding queue, as a run does."""
             nonlocal body
-            header = Header(
-                bundle=f"{generation}.0",
-                generation=generation,
-                queue=place.name,
-                count=0,
-                until=2e9,
-            )
-            body = pack(header, [])
+            body = empty_bundle(place.name, generation)
             name = holding.open(
                 connection, declare, generation, body, earlier="", note=lambda name: None
             )
@@ -405,14 +405,7 @@ def test_opening_another_queue_unbinds_the_first(place):
     with connect(place) as connection, place.channel() as channel:
 
         def open_queue(generation: str, earlier: str = "") -> str:
-            header = Header(
-                bundle=f"{generation}.0",
-                generation=generation,
-                queue=place.name,
-                count=0,
-                until=2e9,
-            )
-            body = pack(header, [])
+            body = empty_bundle(place.name, generation)
             return holding.open(
                 connection, declare, generation, body, earlier=earlier, note=lambda name: None
             )

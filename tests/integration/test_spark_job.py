@@ -1003,6 +1003,14 @@ def test_an_executor_that_cannot_do_the_work_fails_no_message(job, monkeypatch, 
     assert (job.root / paths.of_try("handle_batches", 1, kind="ended")).exists()
 
 
+def test_an_application_without_batches_checks_an_executor(job, monkeypatch):
+    check = mock.Mock(side_effect=ExecutorError("an executor cannot read it"))
+    monkeypatch.setattr(application, "check_executor", check)
+
+    with pytest.raises(ExecutorError, match="an executor cannot read it"):
+        job.run(lambda messages, info: None)
+
+
 def test_a_server_that_is_lost_during_the_check_counts_as_a_crash(job, monkeypatch, caplog):
     # Given a batch that ends the server after it has failed
     plan = job.plan("default", pairs(1))

@@ -9,17 +9,17 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 914,
     "cli/": 1_508,
-    "core/": 8_577,
+    "core/": 8_584,
     "hooks/": 75,
     "operators/": 813,
     "plugin/": 1_900,
     "runs/": 5_649,
     "sensors/": 367,
     "sinks/": 1_115,
-    "spark/": 2_018,
-    "staging/": 4_310,
+    "spark/": 2_006,
+    "staging/": 4_312,
     "submit/": 558,
-    "testing/": 3_776,
+    "testing/": 3_774,
     "triggers/": 209,
     "*.py": 603,
     "producers/engine/": 1_760,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_150,
     "producers/sqs/": 1_058,
     "producers/*.py": 50,
-    "package": 45_202,
-    "tests and scripts": 73_013,
+    "package": 45_197,
+    "tests and scripts": 73_010,
 }
 
 MODULE = '''"""A module.

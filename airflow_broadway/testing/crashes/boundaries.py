@@ -147,7 +147,7 @@ class Sqlite:
                 do,
                 changes=changes,
                 locked=lambda: db.in_transaction,
-                error=_sqlite_failed,
+                error=lambda: sqlite3.OperationalError("disk I/O error"),
                 disk_full=_sqlite_full if changes else None,
                 timeout=_locked if waits else None,
             )
@@ -187,10 +187,6 @@ class Sqlite:
             return connect
 
         replace(sqlite3, "connect", connecting)
-
-
-def _sqlite_failed() -> sqlite3.Error:
-    return sqlite3.OperationalError("disk I/O error")
 
 
 def _locked() -> sqlite3.Error:

@@ -1,11 +1,11 @@
-"""A pipeline with one Python batcher of 10,000 messages and the sink ``ParquetFolder``; the other
-options are defaults, but for SQS a lease of 60 seconds.  A run receives for 5 seconds, or until the
-queue has been empty for 0.2."""
+"""A pipeline with one Python batcher of 10,000 messages, the sink ``ParquetFolder``, and one
+processor, because its callback does not wait; the other options are defaults, but for SQS a lease
+of 60 seconds.  A run receives for 5 seconds, or until the queue has been empty for 0.2."""
 
 import json
 import os
 
-from airflow_broadway import Batcher, Broadway
+from airflow_broadway import Batcher, Broadway, Processors
 from airflow_broadway.producers import KafkaProducer, RabbitMQProducer, SqsProducer
 from airflow_broadway.sinks import ParquetFolder
 
@@ -26,6 +26,7 @@ BUDGET = {"max_seconds": 5.0, "wait_seconds": 2.0, "idle_seconds": 0.2}
 
 class Rows(Broadway):
     producer = PRODUCERS[os.environ["RACE_BROKER"]]()
+    processors = Processors(concurrency=1)
     batchers = {
         "default": Batcher(
             engine="python",
