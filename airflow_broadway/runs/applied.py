@@ -92,10 +92,10 @@ class AppliedMessages:
         copies, applied, released, others = [], [], [], []
         for message in messages:
             identity = identities.get(message.message_id)
-            if self._is_applied(message):
+            if message.redelivered and self._index.has(message.message_id, self._sent_at(message)):
                 self.already_applied += 1
                 applied.append(message)
-            elif self._is_copy_of_applied(message, identity):
+            elif identity not in (None, message.message_id) and self._index.has(str(identity)):
                 self.already_applied += 1
                 copies.append(message)
             elif identity in self._handled:
@@ -147,12 +147,6 @@ class AppliedMessages:
         self._settle_lapsed(now=True)
         self._claims.remove_except(self._open)
         return {key for name in self._open & others.keys() for key in others[name]}
-
-    def _is_applied(self, message: Message) -> bool:
-        return message.redelivered and self._index.has(message.message_id, self._sent_at(message))
-
-    def _is_copy_of_applied(self, message: Message, identity: str | None) -> bool:
-        return identity not in (None, message.message_id) and self._index.has(str(identity))
 
     def _sent_at(self, message: Message) -> datetime | None:
         try:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import chain, zip_longest
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,16 +33,15 @@ from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.model.sink import CommitInDoubt
+from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
 from airflow_broadway.core.text import many
 from airflow_broadway.spark.batch import Application, BatchRunner, Unreadable
-from airflow_broadway.spark.files import ExecutorError, check_executor
-from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, REFUSED, Sessions, SparkLost
+from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, Sessions, SparkLost
 
 if TYPE_CHECKING:
-    from airflow_broadway.core.pipeline import Pipeline
     from airflow_broadway.spark.arrow import ArrowFiles
 
 log = logging.getLogger("airflow_broadway.spark")
@@ -89,8 +88,6 @@ def run_work(
         say_started(files, work.name, work.try_number, WORK)
         clock = _clock(pipeline, uri, files, work)
         stop = stop or threading.Event()
-        check = partial(check_executor, uri=uri) if arrow is None else arrow.check_executor
-        path = paths.of_try(work.name, work.try_number)
         application = Application(
             sessions=sessions,
             uri=uri,
@@ -101,10 +98,7 @@ def run_work(
             ownership=Ownership(files, work.name, work.try_number, clock=clock),
             arrow=arrow,
             stopping=stop.is_set,
-            check=cache(partial(check, sessions.main, path=path)),
         )
-        if not plans:  # of `airflow-broadway check --spark`
-            application.check()
         return _Threads(application, plans, stop).run(watch_interval)
 
 
@@ -218,8 +212,6 @@ class _Threads:
             log.error("%s without an outcome: %s", many(count, "batch"), problem)
         if isinstance(self._error, KeyboardInterrupt):
             return INTERRUPTED
-        if isinstance(self._error, ExecutorError):
-            return REFUSED
         return INCOMPLETE if left or self._error is not None else 0
 
     def _record_end(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from airflow_broadway.spark.files import ExecutorError
+from airflow_broadway.core.errors import StagingError
 from airflow_broadway.staging.client import client_options, usable_options
 from airflow_broadway.staging.errors import cannot, translated
 from airflow_broadway.staging.store import Folder, Store
@@ -47,7 +47,7 @@ class ArrowFiles(Folder):
     def check_executor(self, spark: SparkSession, path: str) -> None:
         """Reads a file in an executor.
 
-        :raises ExecutorError: Naming what the executor lacks.
+        :raises StagingError: Naming what the executor lacks, before any batch begins.
         """
         uri, options = self._uri, client_options(self.store.fs)
 
@@ -69,7 +69,7 @@ class ArrowFiles(Folder):
             lines = [line for line in str(error).splitlines() if "Error: " in line]
             text = (lines or [str(error)])[-1].strip()
         if text:
-            raise ExecutorError(
+            raise StagingError(
                 f"an executor cannot read {self._uri} through Arrow ({text}); its Python needs"
                 " pyarrow, pandas, and fsspec with the client of the store (s3fs for S3), and the"
                 " host access to it; or give Spark a Hadoop file system for it"

@@ -40,7 +40,6 @@ from airflow_broadway.core.model.sink import CommitInDoubt, SinkClient, SinkEnv
 from airflow_broadway.core.stages.callbacks import end_span, log_failure, protected, status_of
 from airflow_broadway.core.text import cut, many
 from airflow_broadway.spark.entries import Counts, Judge
-from airflow_broadway.spark.files import ExecutorError
 from airflow_broadway.spark.frame import BatchFrames
 from airflow_broadway.spark.results import Failed, Outcomes, read, read_rows
 from airflow_broadway.spark.session import Sessions, SparkLost
@@ -82,8 +81,6 @@ class Application:
     :param arrow: Access to its data files where Hadoop has no file system for it.
     :param context: The ``context`` argument of callbacks.
     :param stopping: Returns whether the application is being stopped.
-    :param check: Checks that an executor can do the work.  Called only once a batch or a message
-        has failed, because on a Spark Connect server the start of Python takes seconds.
     :param host: The driver's host, for messages.
     :param connections: Resolves the connections of sinks.
     """
@@ -97,7 +94,6 @@ class Application:
     ownership: Ownership
     arrow: ArrowFiles | None = None
     stopping: Callable[[], bool] = lambda: False
-    check: Callable[[], None] = lambda: None
     host: str = field(default_factory=socket.gethostname)
     connections: Connections = field(default_factory=EnvironmentConnections)
 
@@ -112,20 +108,6 @@ class Application:
         loss = self.sessions.why_lost(cause)
         if loss:
             raise SparkLost(loss) from cause
-
-    def check_failure(self, cause: BaseException | None = None) -> None:
-        """Checks that a failure may be recorded: that it is none of Spark or of an executor.
-
-        :raises Stopped: If the application is being stopped.
-        :raises SparkLost: If Spark is lost.
-        :raises ExecutorError: If executors cannot do the work.
-        """
-        self.check_alive(cause)
-        try:
-            self.check()
-        except ExecutorError as error:
-            self.check_alive(error)
-            raise
 
 
 class BatchRunner:
@@ -215,8 +197,6 @@ class _Batch:
                 size - counts.unnamed,
                 extra={"code": "handle_batch_count_mismatch"},
             )
-        if counts.failed:  # also by a callback that has caught the error
-            self._app.check_failure()
         self._app.check_alive()
         if self._sink is not None and not committed:
             other = self._batch.record_other(self._rule_out, counts.failed + counts.missing)
@@ -303,12 +283,12 @@ class _Batch:
         try:
             return self._runner.frames.messages(self._session, self._planned)
         except Exception as error:  # Spark checks that the files exist
-            self._app.check_failure(error)
+            self._app.check_alive(error)
             raise _unreadable_error("messages", self._planned, error) from error
 
     def _failed_whole(self, error: BaseException) -> Status:
         """Returns the status of a batch whose callback raised, unless Spark or staging is lost."""
-        self._app.check_failure(error)
+        self._app.check_alive(error)
         if self._app.arrow is not None and (why := self._app.arrow.why_unreadable(error)):
             raise Unreadable(
                 f"messages of the batch {self._planned.batch_id} cannot be read back ({why})"
@@ -353,7 +333,7 @@ class _Batch:
                 except protected() as error:
                     if returned:
                         raise _CallbackError(error) from error
-                    self._app.check_failure(error)
+                    self._app.check_alive(error)
                     raise _unreadable_error("failed messages", self._planned, error) from error
                 if line is None:
                     return

@@ -152,6 +152,23 @@ class ConnectSessions:
     def make_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         return threading.Thread(target=keep_ids(target), name=name, daemon=True)
 
+    def check_daily(self, check: Callable[[], None], *facts: object) -> None:
+        """Runs a check of executors, unless it has succeeded today, on this server.
+
+        A success is recorded by a global temporary view, which ends with the server.  On a server
+        without such views the check is always run.
+
+        :param facts: The subject of the check, next to this process's release of Python.
+        """
+        text = json.dumps([time.strftime("%F", time.gmtime()), sys.version, *facts])
+        view = f"airflow_broadway_{uuid.uuid5(uuid.NAMESPACE_URL, text).hex}"
+        with suppress(Exception):
+            if self.main.catalog.tableExists(f"global_temp.{view}"):
+                return
+        check()
+        with suppress(Exception):
+            self.main.range(0).createOrReplaceGlobalTempView(view)
+
     def end_earlier(self, batch_ids: Iterable[str]) -> None:
         """Releases the sessions of batches in earlier tries, and so ends their jobs, which may
         occupy each core of the server; best effort.

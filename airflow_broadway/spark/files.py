@@ -106,15 +106,11 @@ def s3a_settings(uri: str, options: Mapping[str, Any]) -> dict[str, str]:
     return {f"{bucket}.{name}": value for name, value in settings.items() if value}
 
 
-class ExecutorError(StagingError):
-    """An executor cannot do the work: it cannot read staging, or has another Python."""
-
-
 def check_executor(spark: Any, uri: str, path: str) -> None:
     """Reads a file in an executor, unless executors are the driver itself.
 
     :param spark: A session; one of Spark Connect reads it in a Python worker of the server.
-    :raises ExecutorError: Naming the folder.
+    :raises StagingError: Naming the folder, before any batch begins.
     """
     if not is_remote(spark) and re.match(r"local(\[|$)", spark.sparkContext.master):
         return
@@ -125,7 +121,7 @@ def check_executor(spark: Any, uri: str, path: str) -> None:
         rows.first()
     except Exception as error:
         lines = re.findall(r".*(?:Exception: |Error: |VERSION_MISMATCH).*", str(error))
-        raise ExecutorError(
+        raise StagingError(
             f"an executor cannot read {uri}/{path} ({(lines or [str(error)])[-1].strip()}): every"
             " host of the cluster must see the same staging root (set [broadway] staging to one"
             " that they share), and have this driver's minor version of Python"
@@ -211,6 +207,8 @@ class HadoopFiles:
     def create(self, path: str, text: str) -> bool:
         target = self._path(path)
         if self._renames:
+            if self._fs.exists(target):
+                return False
             temporary = self._write_temporary(path, text)
             if self._fs.rename(temporary, target):
                 return True

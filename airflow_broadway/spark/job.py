@@ -36,7 +36,13 @@ from airflow_broadway.core.log_context import log_plainly
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.version import __version__
 from airflow_broadway.spark.connect import VARIABLE, ConnectSessions, Server
-from airflow_broadway.spark.files import choose_client, local_path, open_files, set_s3a
+from airflow_broadway.spark.files import (
+    check_executor,
+    choose_client,
+    local_path,
+    open_files,
+    set_s3a,
+)
 from airflow_broadway.spark.session import REFUSED, ClassicSessions, open_session
 
 if TYPE_CHECKING:
@@ -149,9 +155,13 @@ def _run(args: argparse.Namespace) -> int:
         context = spark.sparkContext
         ui = context.uiWebUrl or ""
         log.info("Spark application %s; its UI: %s", context.applicationId, ui)
+        if arrow is not None:
+            arrow.check_executor(spark, args.work)
         if files is None:
             set_s3a(spark, uri, options)
             files = open_files(uri, spark)
+        if arrow is None:
+            check_executor(spark, uri, args.work)
         sessions = ClassicSessions(spark)
         return run_work(sessions, uri, files, _read_work(files, args), arrow=arrow)
     finally:
@@ -178,6 +188,16 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
     try:
         log.info("Spark application %s; its UI: ", sessions.application_id)
         sessions.end_earlier(islice(open_batches(files, work), MOST_ENDED))
+
+        def check() -> None:
+            if arrow is not None:
+                arrow.check_executor(sessions.main, args.work)
+            else:
+                check_executor(sessions.main, uri, args.work)
+
+        # `airflow-broadway check`, which has no batches, is not content with an earlier success.
+        root = uri.rsplit("/", 3)[0] if work.plans else uri
+        sessions.check_daily(check, root, arrow is not None)
         return run_work(sessions, uri, files, work, arrow=arrow)
     finally:
         with suppress(Exception):

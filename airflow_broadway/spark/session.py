@@ -69,12 +69,7 @@ class SparkLost(BroadwayError):
 
 
 class Sessions(Protocol):
-    """The sessions of an application; used from many threads.
-
-    :ivar main: The application's own session.
-    """
-
-    main: SparkSession
+    """The sessions of an application; used from many threads."""
 
     @property
     def application_id(self) -> str:
@@ -105,18 +100,18 @@ class Sessions(Protocol):
 class ClassicSessions:
     """Sessions in the driver's JVM.
 
-    :param main: The application's session.
+    :param spark: The application's session.
     """
 
-    def __init__(self, main: SparkSession) -> None:
-        self.main = main
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
 
     @property
     def application_id(self) -> str:
-        return self.main.sparkContext.applicationId
+        return self._spark.sparkContext.applicationId
 
     def open(self, batch_id: str, description: str, pool: str) -> SparkSession:
-        session = self.main.newSession()
+        session = self._spark.newSession()
         context = session.sparkContext
         context.setJobGroup(batch_id, description, interruptOnCancel=True)
         context.setLocalProperty("spark.scheduler.pool", pool)
@@ -124,10 +119,10 @@ class ClassicSessions:
 
     def cancel(self, batch_id: str) -> None:
         with suppress(Exception):
-            self.main.sparkContext.cancelJobGroup(batch_id)
+            self._spark.sparkContext.cancelJobGroup(batch_id)
 
     def why_lost(self, cause: BaseException | None = None) -> str:
-        spark: Any = self.main
+        spark: Any = self._spark
         try:
             if spark._jsc.sc().isStopped():  # there is no public way to ask
                 return "the SparkContext was stopped"

@@ -22,7 +22,7 @@ CANCEL_TIMEOUT = 30.0
 #: The meaning of the driver's exit codes; 3 is Java's code for out of memory.
 _MEANINGS = {
     INCOMPLETE: "the driver ended before every batch had an outcome",
-    REFUSED: "the driver refused the work",
+    REFUSED: "the driver refused to start",
     3: "the driver's memory had run out, if its log says OutOfMemoryError",
 }
 

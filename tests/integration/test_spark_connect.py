@@ -8,7 +8,9 @@ import uuid
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import grpc
 import psutil
@@ -17,7 +19,7 @@ from airflow.providers.common.compat.sdk import AirflowException
 from pyspark.errors.exceptions.connect import SparkConnectGrpcException
 from pyspark.sql.connect.session import SparkSession
 
-from airflow_broadway.core.errors import OptionsError, PipelineError
+from airflow_broadway.core.errors import OptionsError, PipelineError, StagingError
 from airflow_broadway.core.model.sink import SinkError
 from airflow_broadway.spark import failed
 from airflow_broadway.spark.application import run_work
@@ -113,20 +115,16 @@ def test_batches_run_on_a_server(lake, server):
         assert {e.verdict.reason for e in lake.staged.entries(outcome).values()} == {"five"}
 
 
-def test_server_that_cannot_read_staging_fails_no_message(tmp_path, monkeypatch, server):
-    # Given a batch that fails on a server that does not see the run's files any more
-    code = """
-        [work.unlink() for work in pathlib.Path(FOLDER).rglob("t-000001.json")]
-        raise RuntimeError("no such file")
-    """
-    lake = Lake(tmp_path, monkeypatch, f"        import pathlib\n{code}", [Planned("b0", rows(2))])
+def test_executors_of_a_server_are_checked_once_a_day(tmp_path, server):
+    checks: list[str] = []
+    for number, fact in enumerate(["a", "b", "a"]):
+        sessions = ConnectSessions(Server(url=server.url), {1: f"check {number}"})
+        with suppress(StagingError):  # which is not recorded
+            sessions.check_daily(Mock(side_effect=StagingError("no")), str(tmp_path), fact)
+        sessions.check_daily(partial(checks.append, fact), str(tmp_path), fact)
+        sessions.close()
 
-    with pytest.raises(
-        AirflowException, match=r"the driver refused the work: .*cannot read.*t-00000"
-    ):
-        lake.execute(remote=server.url)
-
-    assert lake.staged.outcomes("default") == {}
+    assert checks == ["a", "b"]
 
 
 def test_address_of_a_server_comes_from_a_connection(lake, server, monkeypatch):
@@ -150,7 +148,7 @@ def test_task_raises_the_error_of_a_driver_that_cannot_load_the_pipeline(lake, l
     module.write_text(f"{module.read_text()}\nimport sys\nif 'pytest' not in sys.modules: {line}\n")
 
     error = (
-        rf"the driver refused the work: .*{reason}.*installed in the driver's Python, or be listed"
+        rf"the driver refused to start: .*{reason}.*installed in the driver's Python, or be listed"
     )
     with pytest.raises(AirflowException, match=error):
         lake.execute_operator(operator)

@@ -24,11 +24,10 @@ from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.spark import application, failed, unsuccessful
 from airflow_broadway.spark import entries as spark_entries
+from airflow_broadway.spark import failed, unsuccessful
 from airflow_broadway.spark.application import run_work
-from airflow_broadway.spark.files import ExecutorError
-from airflow_broadway.spark.session import REFUSED, ClassicSessions, open_session
+from airflow_broadway.spark.session import ClassicSessions, open_session
 from tests.unit.spark.pipelines import Counting, Mending, Without
 from tests.unit.spark.plans import (
     EPOCH,
@@ -959,74 +958,6 @@ def test_an_event_that_ends_the_application_fails_no_batch(
     assert sorted(job.outcomes("default")) == ["b0"]
     assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
     assert result in caplog.text
-
-
-def _raise(messages: DataFrame) -> None:
-    raise RuntimeError("no module named 'shapely'")
-
-
-def _fail_one(messages: DataFrame) -> Any:
-    return failed(messages.limit(1), reason="no module named 'shapely'")
-
-
-@pytest.mark.parametrize("handle", [_raise, _fail_one])
-def test_failures_are_recorded_once_an_executor_is_checked(job, monkeypatch, handle):
-    plan = job.plan("default", pairs(3))
-    recorded: list[list[str]] = []
-
-    def check(spark: SparkSession, *, uri: str, path: str) -> None:
-        assert (spark, uri, path) == (job.spark, job.uri, paths.of_try("handle_batches", 1))
-        recorded.append(sorted(job.outcomes("default")))
-
-    # When the first batch succeeds, and the others fail
-    monkeypatch.setattr(application, "check_executor", check)
-    code = job.run(lambda messages, info: None if info.batch_id == "b0" else handle(messages), plan)
-
-    # Then it is checked once, before the first failure is recorded
-    assert (code, recorded) == (0, [["b0"]])
-    assert [job.outcome("default", f"b{n}").failed > 0 for n in range(3)] == [False, True, True]
-
-
-@pytest.mark.parametrize("handle", [_raise, _fail_one])
-def test_an_executor_that_cannot_do_the_work_fails_no_message(job, monkeypatch, caplog, handle):
-    plan = job.plan("default", pairs(3))
-
-    # When its first batch succeeds, and its second fails
-    check = mock.Mock(side_effect=ExecutorError("an executor cannot read it"))
-    monkeypatch.setattr(application, "check_executor", check)
-    code = job.run(lambda messages, info: None if info.batch_id == "b0" else handle(messages), plan)
-
-    # Then the application refuses the work, and only the first has an outcome
-    assert (code, sorted(job.outcomes("default"))) == (REFUSED, ["b0"])
-    [error] = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
-    assert error == "an executor cannot read it"
-    assert (job.root / paths.of_try("handle_batches", 1, kind="ended")).exists()
-
-
-def test_an_application_without_batches_checks_an_executor(job, monkeypatch):
-    check = mock.Mock(side_effect=ExecutorError("an executor cannot read it"))
-    monkeypatch.setattr(application, "check_executor", check)
-
-    with pytest.raises(ExecutorError, match="an executor cannot read it"):
-        job.run(lambda messages, info: None)
-
-
-def test_a_server_that_is_lost_during_the_check_counts_as_a_crash(job, monkeypatch, caplog):
-    # Given a batch that ends the server after it has failed
-    plan = job.plan("default", pairs(1))
-
-    def check(*_: Any, **__: Any) -> None:
-        with pytest.raises(RuntimeError):
-            _stops_spark(job, monkeypatch)
-        raise ExecutorError("an executor cannot read it")
-
-    monkeypatch.setattr(application, "check_executor", check)
-    assert job.run(lambda messages, info: _raise(messages), plan) == 1
-
-    # Then the end of the application is not recorded, which counts as a crash of this batch
-    assert "the SparkContext was stopped" in caplog.text
-    assert job.outcomes("default") == {}
-    assert not (job.root / paths.of_try("handle_batches", 1, kind="ended")).exists()
 
 
 def test_an_unwritable_folder_is_one_clear_error(job, caplog):

@@ -354,7 +354,7 @@ def test_missing_outcome_fails_the_task_with_the_remedy(world):
     ("code", "ending"),
     [
         (1, "exit code 1: the driver ended before every batch had an outcome"),
-        (2, "exit code 2: the driver refused the work"),
+        (2, "exit code 2: the driver refused to start"),
         (3, "exit code 3: the driver's memory had run out, if its log says OutOfMemoryError"),
         (7, "exit code 7"),
         (137, "exit code 137: killed by SIGKILL"),

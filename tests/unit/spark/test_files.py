@@ -43,7 +43,7 @@ def test_other_files_need_a_session_with_a_jvm(session):
         open_files("s3a://bucket/run", session)
 
 
-def test_executor_without_the_staging_root_is_found():
+def test_executor_without_the_staging_root_is_found_before_the_first_batch():
     # Given a cluster whose executors do not see the folder
     spark = mock.Mock()
     spark.sparkContext.master = "spark://host:7077"
@@ -66,7 +66,8 @@ def test_server_reads_the_file_in_its_python(monkeypatch):
     monkeypatch.setattr(files, "is_remote", lambda spark: True)
     spark = mock.Mock()
     check_executor(spark, "file:///a", "work/t.json")
-    spark.read.text.return_value.limit.return_value.mapInArrow.return_value.first.assert_called_once_with()
+    rows = spark.read.text.return_value.limit.return_value
+    rows.mapInArrow.return_value.first.assert_called_once_with()
 
 
 def hadoop(uri: str, *, conditional: bool) -> HadoopFiles:

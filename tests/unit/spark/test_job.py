@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import platform
 import sys
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
+from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import LocalFiles
 from airflow_broadway.core.formats.parts import record_split
 from airflow_broadway.core.formats.work import Work
-from airflow_broadway.spark import job, launcher
+from airflow_broadway.spark import application, job, launcher
 from airflow_broadway.spark.application import open_batches
+from airflow_broadway.spark.connect import VARIABLE, ConnectSessions, Server
 from airflow_broadway.spark.session import REFUSED
 from tests.unit.planned import planned_batch
 from tests.unit.spark.pipelines import Counting
@@ -53,6 +57,32 @@ def test_spark_connect_without_remote_is_refused(tmp_path, monkeypatch, caplog):
     arguments = ["--run", f"file://{tmp_path}", "--work", paths.of_try("t", 1)]
     assert job.main([*arguments, "--sha256", work.digest]) == REFUSED
     assert "SPARK_REMOTE is set for the driver: to use Spark Connect, set remote=" in caplog.text
+
+
+@pytest.mark.parametrize("knows", [True, False, RuntimeError("no global views")])
+@pytest.mark.parametrize("error", [None, StagingError("an executor cannot read it")])
+def test_executors_are_checked_once_a_day_before_anything_begins(
+    tmp_path, monkeypatch, knows, error
+):
+    # Given a work file for a Spark Connect server, which knows of today's check, or not
+    monkeypatch.setenv(VARIABLE, Server(url="sc://host").dumps())
+    sessions = Mock()
+    sessions.main.catalog.tableExists.side_effect = [knows]
+    sessions.check_daily = partial(ConnectSessions.check_daily, sessions)
+    monkeypatch.setattr(job, "ConnectSessions", lambda *_: sessions)
+    run, check = Mock(return_value=0), Mock(side_effect=error)
+    monkeypatch.setattr(application, "run_work", run)
+    monkeypatch.setattr(job, "check_executor", check)
+    work = work_file(tmp_path, f"{Counting.__module__}:{Counting.__name__}")
+
+    uri, path = f"file://{tmp_path}", paths.of_try("t", 1)
+    code = job.main(["--run", uri, "--work", path, "--sha256", work.digest])
+
+    refused = error is not None and knows is not True
+    assert (code, run.called) == ((REFUSED, False) if refused else (0, True))
+    assert check.call_args_list == [call(sessions.main, uri, path)] * (knows is not True)
+    noted = sessions.main.range.return_value.createOrReplaceGlobalTempView
+    assert noted.called == (error is None and knows is not True)
 
 
 def test_batches_that_an_earlier_try_may_have_in_hand(tmp_path):
