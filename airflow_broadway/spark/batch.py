@@ -257,7 +257,7 @@ class _Batch:
             missing=counts.missing,
         )
         with closing(self._open_sink()) as client:
-            commit_rows(client, rows, commit)
+            commit_rows(client, rows, commit, check=self._app.check_alive)
 
     def _rule_out(self, commit_ids: list[str]) -> Mapping[str, int]:
         """Rules commits out; see :meth:`SinkClient.rule_out`."""

@@ -152,15 +152,13 @@ class ConnectSessions:
     def make_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         return threading.Thread(target=keep_ids(target), name=name, daemon=True)
 
-    def check_daily(self, check: Callable[[], None], *facts: object) -> None:
-        """Runs a check of executors, unless it has succeeded today, on this server.
+    def check_daily(self, check: Callable[[], None]) -> None:
+        """Runs a check of the server's Python, unless it has succeeded today, on this server.
 
         A success is recorded by a global temporary view, which ends with the server.  On a server
         without such views the check is always run.
-
-        :param facts: The subject of the check, next to this process's release of Python.
         """
-        text = json.dumps([time.strftime("%F", time.gmtime()), sys.version, *facts])
+        text = f"{time.strftime('%F', time.gmtime())} {sys.version}"
         view = f"airflow_broadway_{uuid.uuid5(uuid.NAMESPACE_URL, text).hex}"
         with suppress(Exception):
             if self.main.catalog.tableExists(f"global_temp.{view}"):

@@ -106,17 +106,18 @@ def s3a_settings(uri: str, options: Mapping[str, Any]) -> dict[str, str]:
     return {f"{bucket}.{name}": value for name, value in settings.items() if value}
 
 
-def check_executor(spark: Any, uri: str, path: str) -> None:
+def check_executor(spark: Any, uri: str, path: str, *, python: bool = True) -> None:
     """Reads a file in an executor, unless executors are the driver itself.
 
-    :param spark: A session; one of Spark Connect reads it in a Python worker of the server.
+    :param spark: A session; one of Spark Connect reads it on the server, too.
+    :param python: Whether to start a Python worker there, of a Spark Connect server's own Python.
     :raises StagingError: Naming the folder, before any batch begins.
     """
     if not is_remote(spark) and re.match(r"local(\[|$)", spark.sparkContext.master):
         return
     try:
         rows = spark.read.text(f"{uri}/{path}").limit(1)
-        if is_remote(spark):
+        if python and is_remote(spark):
             rows = rows.mapInArrow(lambda batches: batches, "value string")
         rows.first()
     except Exception as error:

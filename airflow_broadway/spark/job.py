@@ -20,6 +20,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -188,16 +189,12 @@ def _run_on_server(args: argparse.Namespace, versions: str, options: Mapping[str
     try:
         log.info("Spark application %s; its UI: ", sessions.application_id)
         sessions.end_earlier(islice(open_batches(files, work), MOST_ENDED))
-
-        def check() -> None:
-            if arrow is not None:
-                arrow.check_executor(sessions.main, args.work)
-            else:
-                check_executor(sessions.main, uri, args.work)
-
-        # `airflow-broadway check`, which has no batches, is not content with an earlier success.
-        root = uri.rsplit("/", 3)[0] if work.plans else uri
-        sessions.check_daily(check, root, arrow is not None)
+        if arrow is not None:
+            arrow.check_executor(sessions.main, args.work)
+        else:
+            check = partial(check_executor, sessions.main, uri, args.work)
+            check(python=False)
+            sessions.check_daily(check)
         return run_work(sessions, uri, files, work, arrow=arrow)
     finally:
         with suppress(Exception):

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from airflow_broadway import Batcher
-from airflow_broadway.core.errors import OptionsError
+from airflow_broadway.core.errors import BroadwayError, OptionsError
 from airflow_broadway.core.formats.commits import commit_rows
 from airflow_broadway.core.model.connections import Connection
 from airflow_broadway.core.model.run_source import Interval
@@ -281,6 +281,21 @@ def test_a_commit_that_failed_can_never_land(
         with pytest.raises(CommitRefused):
             client.commit(rows_of("a"), commit_of("b1.0"))
     assert list(subject.read()) == []
+
+
+def test_a_commit_stays_open_if_its_writer_is_lost(
+    subject: SinkSubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(error: Exception) -> None:
+        raise BroadwayError("Spark is lost") from error
+
+    with closing(subject.open()) as client:
+        _break_commit(client, monkeypatch, "before")
+        with pytest.raises(BroadwayError, match="Spark is lost"):
+            commit_rows(client, rows_of("a"), commit_of("b1.0"), check=lost)
+        monkeypatch.undo()
+        commit_rows(client, rows_of("a"), commit_of("b1.0"))
+    assert list(subject.read()) == ["a"]
 
 
 def test_a_commit_is_in_doubt_while_the_table_cannot_be_reached(

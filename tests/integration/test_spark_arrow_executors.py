@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from airflow_broadway.spark.arrow import ArrowFiles
 from tests.s3_server import s3_server
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
-from tests.unit.spark.session import local_cluster_env
+from tests.unit.spark.session import local_cluster_env, run_application
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -59,19 +58,8 @@ def application(root: Path) -> None:
 
 
 def test_executors_read_a_bucket_with_the_drivers_credentials(tmp_path):
-    process = subprocess.run(
-        [sys.executable, "-m", __name__, str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=480,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    code, sizes, outcomes = json.loads((tmp_path / "result.json").read_text())
-    assert code == 0
-    assert sizes == outcomes == {"b0": 5, "b1": 5}
+    code, sizes, outcomes = run_application(__name__, tmp_path)
+    assert (code, sizes, outcomes) == (0, {"b0": 5, "b1": 5}, {"b0": 5, "b1": 5})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.spark.application import run_work
 from tests.unit.spark.pipelines import Counting
 from tests.unit.spark.plans import Planned, Staged, rows
-from tests.unit.spark.session import local_cluster_env
+from tests.unit.spark.session import local_cluster_env, run_application
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(540)]
 
@@ -46,17 +45,7 @@ def application(root: Path) -> None:
 
 
 def test_a_batch_with_repeatedly_dying_executors_fails_alone(tmp_path):
-    process = subprocess.run(
-        [sys.executable, "-m", __name__, str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=480,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    code, outcomes = json.loads((tmp_path / "result.json").read_text())
+    code, outcomes = run_application(__name__, tmp_path)
     assert (code, outcomes["b1"]) == (0, [5, 0, ""])
     assert outcomes["b0"][:2] == [0, 5]
     assert "Job aborted due to stage failure" in outcomes["b0"][2]

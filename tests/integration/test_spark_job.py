@@ -16,6 +16,7 @@ from unittest import mock
 import pyarrow.parquet as pq
 import pytest
 
+from airflow_broadway import Batcher
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import PipelineError
@@ -24,6 +25,7 @@ from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.batch_info import BatchInfo, Trigger
 from airflow_broadway.core.model.message import Message
+from airflow_broadway.sinks import ParquetFolder
 from airflow_broadway.spark import entries as spark_entries
 from airflow_broadway.spark import failed, unsuccessful
 from airflow_broadway.spark.application import run_work
@@ -958,6 +960,26 @@ def test_an_event_that_ends_the_application_fails_no_batch(
     assert sorted(job.outcomes("default")) == ["b0"]
     assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
     assert result in caplog.text
+
+
+class Committing(Counting):
+    """Commits its rows."""
+
+    batchers = {"default": Batcher(schema="n bigint", sink=ParquetFolder(path="/lake"))}
+
+
+def test_a_commit_during_which_spark_is_lost_is_left_to_a_later_try(job, monkeypatch, caplog):
+    client = mock.Mock(commit=lambda *_: _stops_spark(job, monkeypatch))
+    monkeypatch.setattr(ParquetFolder, "open_spark", lambda *_: client)
+    plan = job.plan("default", pairs(1), sink="file:///lake")
+
+    assert job.run(lambda messages, info: messages, plan, pipeline=Committing) == 1
+
+    # Then the commit is not ruled out, and the end of the application counts as a crash
+    assert "the SparkContext was stopped" in caplog.text
+    client.rule_out.assert_not_called()
+    assert job.outcomes("default") == {}
+    assert not (job.root / paths.of_try("handle_batches", 1, kind="ended")).exists()
 
 
 def test_an_unwritable_folder_is_one_clear_error(job, caplog):

@@ -9,7 +9,7 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 914,
     "cli/": 1_508,
-    "core/": 8_584,
+    "core/": 8_590,
     "hooks/": 75,
     "operators/": 813,
     "plugin/": 1_893,
@@ -28,10 +28,10 @@ REACHED = {
     "producers/pubsub/": 1_104,
     "producers/rabbitmq/": 4_433,
     "producers/sqlite/": 1_113,
-    "producers/sqs/": 1_048,
+    "producers/sqs/": 1_045,
     "producers/*.py": 29,
-    "package": 45_200,
-    "tests and scripts": 72_994,
+    "package": 45_203,
+    "tests and scripts": 73_013,
 }
 
 MODULE = '''"""A module.

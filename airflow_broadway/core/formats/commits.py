@@ -69,17 +69,26 @@ def deletion_id(generation: str) -> str:
     return f"backfill.{generation}"
 
 
-def commit_rows(client: SinkClient, rows: Any, commit: Commit) -> None:
-    """Commits the rows of a batch; errors as in :func:`land`."""
-    land(client, commit, lambda: client.commit(rows, commit))
+Check = Callable[[Exception], None]
 
 
-def land(client: SinkClient, commit: Commit, write: Callable[[], None]) -> None:
+def commit_rows(
+    client: SinkClient, rows: Any, commit: Commit, *, check: Check = lambda error: None
+) -> None:
+    """Commits the rows of a batch; parameters and errors as in :func:`land`."""
+    land(client, commit, lambda: client.commit(rows, commit), check)
+
+
+def land(
+    client: SinkClient, commit: Commit, write: Callable[[], None], check: Check = lambda error: None
+) -> None:
     """Makes a commit.
 
     An error after which the commit may have landed is resolved by ruling the commit out: a read
     would prove nothing about a request that is still on its way.
 
+    :param check: Called with such an error first; may raise, and thereby leave the commit to a
+        later try, which makes it again, or to the settlement.
     :raises LeaseLapsed: If the commit was ruled out: its messages were released.
     :raises Overtaken: If another attempt's commit has landed.
     :raises CommitInDoubt: If the sink cannot be reached to rule the commit out.
@@ -93,6 +102,7 @@ def land(client: SinkClient, commit: Commit, write: Callable[[], None]) -> None:
     except SinkError:
         raise
     except Exception as error:
+        check(error)
         if _attempt(client.rule_out, commit, error) is None:
             raise SinkError(
                 f"the commit {commit.commit_id} failed: {reason_of(error)}; nothing was written,"

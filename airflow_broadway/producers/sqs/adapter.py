@@ -231,14 +231,11 @@ class SqsBroker(Broker[Queue]):
             "message_attributes": {
                 name: dead_letters.value_of(value)
                 for name, value in own.items()
-                if self._selects(name)
+                if self._own is None or any(_matches(name, pattern) for pattern in self._own)
             }
             if own
             else {},
         }
-
-    def _selects(self, name: str) -> bool:
-        return self._own is None or any(_matches(name, pattern) for pattern in self._own)
 
     # -- settling ------------------------------------------------------------------------------
 

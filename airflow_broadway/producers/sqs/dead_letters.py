@@ -79,12 +79,9 @@ def value_of(attribute: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message attribute as JSON."""
     kind = as_text(attribute.get("DataType", "String"))
     if "BinaryValue" in attribute:
-        return {"data_type": kind, "binary_value": _base64(attribute["BinaryValue"])}
+        value = base64.b64encode(attribute["BinaryValue"]).decode("ascii")
+        return {"data_type": kind, "binary_value": value}
     return {"data_type": kind, "string_value": as_text(attribute.get("StringValue"))}
-
-
-def _base64(value: bytes) -> str:
-    return base64.b64encode(value).decode("ascii")
 
 
 def properties_of(raw: Mapping[str, Any]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,21 @@ def local_cluster_env() -> dict[str, str]:
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_SUBMIT_ARGS": f"--master local-cluster[1,1,1024] {options} pyspark-shell",
     }
+
+
+def run_application(module: str, folder: Path) -> Any:
+    """Runs a module in a process of its own; returns the JSON that it writes to ``result.json``."""
+    process = subprocess.run(
+        [sys.executable, "-m", module, str(folder)],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=480,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads((folder / "result.json").read_text())
 
 
 def tables_conf() -> dict[str, str]:

@@ -62,12 +62,15 @@ def test_executor_without_the_staging_root_is_found_before_the_first_batch():
     check_executor(spark, "file:///a", "work/t.json")
 
 
-def test_server_reads_the_file_in_its_python(monkeypatch):
+@pytest.mark.parametrize("python", [True, False])
+def test_server_reads_the_file_in_its_python_or_without(monkeypatch, python):
     monkeypatch.setattr(files, "is_remote", lambda spark: True)
     spark = mock.Mock()
-    check_executor(spark, "file:///a", "work/t.json")
     rows = spark.read.text.return_value.limit.return_value
-    rows.mapInArrow.return_value.first.assert_called_once_with()
+    check_executor(spark, "file:///a", "work/t.json", python=python)
+    read = rows.mapInArrow.return_value if python else rows
+    read.first.assert_called_once_with()
+    assert rows.mapInArrow.called is python
 
 
 def hadoop(uri: str, *, conditional: bool) -> HadoopFiles:

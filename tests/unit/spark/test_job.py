@@ -59,18 +59,19 @@ def test_spark_connect_without_remote_is_refused(tmp_path, monkeypatch, caplog):
     assert "SPARK_REMOTE is set for the driver: to use Spark Connect, set remote=" in caplog.text
 
 
-@pytest.mark.parametrize("knows", [True, False, RuntimeError("no global views")])
+@pytest.mark.parametrize("known", [True, False, RuntimeError("no global views")])
 @pytest.mark.parametrize("error", [None, StagingError("an executor cannot read it")])
-def test_executors_are_checked_once_a_day_before_anything_begins(
-    tmp_path, monkeypatch, knows, error
+def test_executors_are_checked_before_anything_begins_and_python_once_a_day(
+    tmp_path, monkeypatch, known, error
 ):
     # Given a work file for a Spark Connect server, which knows of today's check, or not
     monkeypatch.setenv(VARIABLE, Server(url="sc://host").dumps())
     sessions = Mock()
-    sessions.main.catalog.tableExists.side_effect = [knows]
+    sessions.main.catalog.tableExists.side_effect = [known]
     sessions.check_daily = partial(ConnectSessions.check_daily, sessions)
     monkeypatch.setattr(job, "ConnectSessions", lambda *_: sessions)
-    run, check = Mock(return_value=0), Mock(side_effect=error)
+    # And executors that cannot run Python, or can
+    run, check = Mock(return_value=0), Mock(side_effect=[None, error])
     monkeypatch.setattr(application, "run_work", run)
     monkeypatch.setattr(job, "check_executor", check)
     work = work_file(tmp_path, f"{Counting.__module__}:{Counting.__name__}")
@@ -78,11 +79,11 @@ def test_executors_are_checked_once_a_day_before_anything_begins(
     uri, path = f"file://{tmp_path}", paths.of_try("t", 1)
     code = job.main(["--run", uri, "--work", path, "--sha256", work.digest])
 
-    refused = error is not None and knows is not True
-    assert (code, run.called) == ((REFUSED, False) if refused else (0, True))
-    assert check.call_args_list == [call(sessions.main, uri, path)] * (knows is not True)
-    noted = sessions.main.range.return_value.createOrReplaceGlobalTempView
-    assert noted.called == (error is None and knows is not True)
+    due = known is not True
+    assert (code, run.called) == ((REFUSED, False) if due and error else (0, True))
+    read, python = call(sessions.main, uri, path, python=False), call(sessions.main, uri, path)
+    assert check.call_args_list == ([read, python] if due else [read])
+    assert sessions.main.range().createOrReplaceGlobalTempView.called == (due and error is None)
 
 
 def test_batches_that_an_earlier_try_may_have_in_hand(tmp_path):
