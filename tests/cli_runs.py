@@ -31,6 +31,23 @@ from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.planner import plan_batches
 from airflow_broadway.staging.run_folder import StagedRun
 
+#: A module of pipelines, before ``format(path=…)``.
+ORDERS_MODULE = """
+from airflow_broadway import Broadway
+from airflow_broadway.producers.sqlite import SqliteProducer
+
+
+class Orders(Broadway):
+    producer = SqliteProducer(queue="orders", path={path!r})
+
+    def handle_message(self, processor, message, context):
+        return message
+
+
+class Templated(Orders):
+    producer = SqliteProducer(queue="{{{{ params.queue }}}}", path={path!r})
+"""
+
 DAG_ID, RUN_ID = "orders", "manual__2026-01-01T00:00:00+00:00"
 
 #: The module beside the Dag files.  What fails is in a file, so that a test can mend the "code".

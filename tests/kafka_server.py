@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from tests.rabbitmq_server import free_port
-from tests.server_process import answers, start_process
+from tests.server_process import Server, answers, start_process
 from tests.tls import Authority
 
 __all__ = [
@@ -59,7 +59,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass
-class KafkaServer(ABC):
+class KafkaServer(Server):
     """One cluster, and its operations.
 
     :param folder: Of its data and log.
@@ -80,12 +80,6 @@ class KafkaServer(ABC):
         server = cls(folder)
         server.run()
         return server
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     # -- life cycle ----------------------------------------------------------------------------
 

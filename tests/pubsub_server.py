@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from airflow_broadway.core.clock import Clock
 from scripts.local_airflow import free_port
-from tests.server_process import await_start, start_process
+from tests.server_process import Server, await_start, start_process
 
 if TYPE_CHECKING:
     import grpc
@@ -44,25 +44,15 @@ def find_emulator() -> str | None:
     return shutil.which("cloud-pubsub-emulator") or (found[0] if found else None)
 
 
-class PubSubServer(ABC):
+class PubSubServer(Server):
     """A server, and its clients in this process."""
 
     kind: ClassVar[str]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     @property
     @abstractmethod
     def host(self) -> str:
         """Host and port, as ``PUBSUB_EMULATOR_HOST`` has it."""
-
-    @abstractmethod
-    def stop(self) -> None:
-        """Ends the server."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import pika
 
-from tests.server_process import await_start, start_process
+from tests.server_process import Server, await_start, start_process
 
 __all__ = ["RabbitServer", "find_server", "given_url"]
 
@@ -69,7 +69,7 @@ def free_port() -> int:
 
 
 @dataclass
-class RabbitServer:
+class RabbitServer(Server):
     """One server, and its operations.
 
     :param folder: Where it keeps everything; kept over :meth:`kill` and :meth:`run`.
@@ -92,12 +92,6 @@ class RabbitServer:
         server = cls(folder)
         server.run()
         return server
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     @property
     def url(self) -> str:

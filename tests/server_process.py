@@ -11,9 +11,11 @@ import socket
 import subprocess
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 #: Called, the last one first, at the end of the test session, or else at the exit of this process.
 at_end = ExitStack()
@@ -25,6 +27,20 @@ def session_folder(name: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"broadway-{name}-"))
     at_end.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+class Server(ABC):
+    """A server that is stopped at the end of a ``with`` block."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends it gracefully."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def start_process(

@@ -20,11 +20,11 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from airflow_broadway.core.model.connections import Connection
 from scripts.local_airflow import free_port
-from tests.server_process import await_start, start_process
+from tests.server_process import Server, await_start, start_process
 
 __all__ = ["KEY", "REGION", "Connections", "SqsServer", "given_url"]
 
@@ -62,7 +62,7 @@ class Connections:
 
 
 @dataclass
-class SqsServer:
+class SqsServer(Server):
     """One server, used without our package.
 
     :param folder: For its log.
@@ -83,12 +83,6 @@ class SqsServer:
         if given is None:
             server.run()
         return server
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     @property
     def url(self) -> str:

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
+from airflow_broadway.core.collector import look_after, rare_collections
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
 from airflow_broadway.core.custody.in_process import (
     check_settled,
@@ -34,7 +35,7 @@ from airflow_broadway.core.formats.ownership import Ownership, OwnershipLost, be
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import BatchRecorder
 from airflow_broadway.core.log_context import log_ids
-from airflow_broadway.core.model.acks import AckRef, ack_messages_or_raise, is_settled
+from airflow_broadway.core.model.acks import ack_messages_or_raise, is_settled
 from airflow_broadway.core.model.batch_info import BatchInfo
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.sink import CommitInDoubt
@@ -48,7 +49,7 @@ from airflow_broadway.core.stages.worker_pool import WorkerPool
 from airflow_broadway.core.text import many
 from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.runs.sinks import Commits
-from airflow_broadway.staging.batch_reader import BatchReader, StagedReceipt
+from airflow_broadway.staging.batch_reader import BatchReader
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import StagedRun
 
@@ -82,6 +83,7 @@ class PythonBatches:
     def __post_init__(self) -> None:
         self._number = 0
         self._reasons = Reasons()
+        self._bytes = self._looked = 0
         self._stop = Stop(self.staged.clock, min(self.pipeline.shutdown, self.ports.max_shutdown))
 
     def stop(self) -> None:
@@ -91,6 +93,7 @@ class PythonBatches:
         """
         self._stop.request("signal")
 
+    @rare_collections()
     def run(self) -> dict[str, int]:
         """Runs the batches; returns counts of batches, messages by result, and missing outcomes.
 
@@ -197,8 +200,7 @@ class PythonBatches:
         if self.name:
             fields = {"version": VERSION, "by": writer, "plans": [self.plan.path]}
             fields |= {"marked": self.step.marked, "only": self.step.run, "parent": self.parent}
-            text = json.dumps(fields)
-            self._number, _ = begin_try(files, self.name, lambda _: text, TRIES)
+            self._number, _ = begin_try(files, self.name, lambda _: json.dumps(fields), TRIES)
         return BatchRecorder(
             files,
             self.plan,
@@ -223,6 +225,8 @@ class PythonBatches:
                 log.error("Batch %s: %s.", planned.batch_id, error)
                 return None
         self._reasons.add(result.failed)
+        self._bytes += planned.bytes
+        self._looked = look_after(self._bytes, self._looked)
         return outcome
 
     def mark(self, planned: PlannedBatch) -> None:
@@ -279,7 +283,7 @@ class _BatchSink:
         self._now: set[str] = set()
         self._released: set[str] = set()
         self._committed = False
-        messages = self._messages = self._reader.read(planned, self._ack_ref_of)
+        messages = self._messages = self._reader.read(planned, self._acknowledger)
         if len(messages) != planned.size:  # an unread message would count as a success
             raise StagingError(
                 f"batch {planned.batch_id} holds {many(planned.size, 'message')}, but"
@@ -322,10 +326,6 @@ class _BatchSink:
         )
         self._commits.commit(rows, commit)
         self._committed = True
-
-    def _ack_ref_of(self, receipt: StagedReceipt) -> AckRef:
-        """Returns the acknowledger of a staged message; its reference is the generation."""
-        return AckRef(self._acknowledger, self._generations[receipt.source], receipt.delivery)
 
     def record(self, stage: str, successful: list[Judged], failed: list[Judged]) -> None:
         # A plain success needs no line: it gets the default verdict of the settlement.

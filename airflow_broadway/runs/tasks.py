@@ -185,8 +185,7 @@ def send_depth(
         metrics.depth(depth, tells_age=pipeline.producer.tells_age)
     if pipeline.run.source.asks_broker:
         queues = WatchedQueues.of(pipeline)
-        by = f"run {run.run_id}"
-        report_backlog(run.store, run.dag_id, queues, depth, at=at, by=by)
+        report_backlog(run.store, run.dag_id, queues, depth, at=at, by=f"run {run.run_id}")
     return depth
 
 
@@ -205,8 +204,7 @@ class UnstagedTask(PullTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        shutdown = min(self.pipeline.shutdown, self.ports.max_shutdown)
-        self._stop = Stop(self.staged.clock, shutdown)
+        self._stop = Stop(self.staged.clock, min(self.pipeline.shutdown, self.ports.max_shutdown))
 
     def stop(self) -> None:
         """Stops receiving and ends soon.  Called from a signal handler."""

@@ -7,14 +7,16 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from functools import cached_property, partial
+from itertools import repeat
+from typing import Any, Self
 
 import pyarrow as pa
 
 from airflow_broadway.core.custody.protocol import Delivery
 from airflow_broadway.core.errors import StagingDamaged
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch, plain_key
-from airflow_broadway.core.model.acks import AckRef
+from airflow_broadway.core.model.acks import NO_ACK, Acknowledger, AckRef
 from airflow_broadway.core.model.message import BatchMode, Message
 from airflow_broadway.core.schema.encoding import load, load_key, load_metadata
 from airflow_broadway.staging.arrow_schema import from_arrow
@@ -27,25 +29,8 @@ CACHED_MESSAGES = 32_768
 OPEN_FILES = 4
 
 
-class StagedReceipt(NamedTuple):
-    """The fields of a staged message that its settlement needs.
-
-    :param source: Index of its generation in :attr:`BatchPlan.generations`.
-    :param acked: Whether a callback settled it immediately, so that it is not settled again.
-    """
-
-    message_id: str
-    source: int
-    delivery: Delivery
-    acked: bool
-
-
-_Staged = tuple[Message, StagedReceipt]
 #: The rows of a row group: their batch numbers, and their messages.
-_Group = tuple[list[int], list[_Staged]]
-
-#: Makes the acknowledger of a message.
-AckRefOf = Callable[[StagedReceipt], AckRef]
+_Group = tuple[list[int], list[Message]]
 
 
 class BatchReader:
@@ -67,14 +52,16 @@ class BatchReader:
         self._cache: OrderedDict[tuple[int, int], _Group] = OrderedDict()
         self._cached = 0
 
-    def read(self, planned: PlannedBatch, ack_ref_of: AckRefOf | None = None) -> list[Message]:
+    def read(
+        self, planned: PlannedBatch, acknowledger: Acknowledger | None = None
+    ) -> list[Message]:
         """Returns the messages of a batch, in order of arrival at the batcher.
 
         A message's data is unchanged; with a schema it is a ``dict`` of the schema's columns.
 
-        :param ack_ref_of: Creates the acknowledger of messages not settled immediately.
+        :param acknowledger: Settles messages that no callback settled immediately, by generation.
         """
-        rows: list[tuple[int, _Staged]] = []
+        rows: list[tuple[int, Message]] = []
         for file in planned.files:
             for batches, messages in self._groups(file, planned.rows):
                 for low, high in planned.rows:
@@ -83,17 +70,14 @@ class BatchReader:
                     rows.extend(zip(batches[start:stop], messages[start:stop], strict=True))
         if len(planned.rows) > 1 or planned.rows[0][0] != planned.rows[0][1]:
             rows.sort(key=lambda row: row[0])  # stable: keeps the order of arrival per batch
-        if planned.part is not None:
-            rows = [
-                (number, (message, receipt))
-                for number, (message, receipt) in rows
-                if planned.has(receipt.source, message.position)
-            ]
-        if ack_ref_of is None:
-            return [message for _, (message, _) in rows]
+        generations, part = self._plan.generations, planned.part
         return [
-            message if receipt.acked else message.with_acknowledger(ack_ref_of(receipt))
-            for _, (message, receipt) in rows
+            message.with_acknowledger(
+                NO_ACK if data is None else AckRef(acknowledger, generations[source], data)
+            )
+            for _, message in rows
+            for _, source, data in (message.acknowledger,)
+            if part is None or planned.has(source, message.position)
         ]
 
     def __enter__(self) -> Self:
@@ -133,8 +117,7 @@ class BatchReader:
             return self._cache[key]
         table = self._opened(file).read(group)
         batches: Any = table["batch"].to_pylist()
-        messages = messages_of(table, self._plan.schema, self._plan.batcher, python=True)
-        kept = batches, list(zip(messages, _receipts(table), strict=True))
+        kept = batches, messages_of(table, self._plan.schema, self._plan.batcher, python=True)
         self._cache[key] = kept
         self._cached += table.num_rows
         while self._cached > CACHED_MESSAGES and len(self._cache) > 1:
@@ -168,20 +151,19 @@ def messages_of(
     texts = _column(table, "batch_key")
     # Keys of sets or dictionaries are not shared by messages.
     keys = {text: key_of(json.loads(text)) for text in {*texts} if text[0] != "{"}
-    metadata = from_arrow(table["metadata"])
-    if python:
-        metadata = [load_metadata(value) if value else value for value in metadata]
+    metadata = _Metadata(table["metadata"], python=python)
     rows = zip(
         _data(table, schema, load if python else json.loads),
         _column(table, "message_id"),
         [keys[text] if text in keys else key_of(json.loads(text)) for text in texts],
         _column(table, "_flush", "flush"),
-        metadata,
+        map(partial, repeat(metadata.load), range(table.num_rows)),
         _column(table, "attempt"),
         _column(table, "redelivered"),
         from_arrow(table["received_at"]),
         _column(table, "position"),
         _column(table, "_size", "size"),
+        _acks(table) if "source" in table.column_names else [NO_ACK] * table.num_rows,
         strict=True,
     )
     return [
@@ -191,15 +173,32 @@ def messages_of(
             message_id=message_id,
             batcher=batcher,
             batch_key=key,
-            batch_mode=BatchMode.FLUSH if flushed else BatchMode.BULK,
+            batch_mode=BatchMode.FLUSH if flush else BatchMode.BULK,
             attempt=attempt,
             redelivered=redelivered,
             received_at=at,
-            position=position,
+            position=place,
             size=size,
+            acknowledger=ack,
         )
-        for data, message_id, key, flushed, fields, attempt, redelivered, at, position, size in rows
+        for data, message_id, key, flush, fields, attempt, redelivered, at, place, size, ack in rows
     ]
+
+
+class _Metadata:
+    """The metadata of messages, decoded when that of one is first read."""
+
+    def __init__(self, column: pa.ChunkedArray[Any], *, python: bool) -> None:
+        self._column = column
+        self._load = load_metadata if python else dict
+
+    @cached_property
+    def _texts(self) -> list[dict[str, str]]:
+        return from_arrow(self._column)
+
+    def load(self, row: int) -> dict[str, Any]:
+        """Returns the metadata of a row."""
+        return self._load(self._texts[row])
 
 
 def _column(table: pa.Table, *names: str) -> list[Any]:
@@ -218,18 +217,14 @@ def _data(table: pa.Table, schema: str | None, read: Callable[[str], Any]) -> li
     return [blob if text is None else read(text) for text, blob in zip(texts, blobs, strict=True)]
 
 
-def _receipts(table: pa.Table) -> Iterator[StagedReceipt]:
-    names = [name for name in table.column_names if name in ("message_id", "source")]
-    names += [name for name in table.column_names if name[0] == "_"]
-    for row in table.select(names).to_pylist():
-        delivery = Delivery(
-            receipt=row["_receipt"],
-            payload=row.get("_payload"),
-            properties=row.get("_properties"),
-            on_success=row["_on_success"],
-            on_failure=row["_on_failure"],
-        )
-        yield StagedReceipt(row["message_id"], row["source"], delivery, row["_acked"])
+def _acks(table: pa.Table) -> Iterator[AckRef]:
+    """Yields the index of each message's generation, and its delivery unless it is settled."""
+    fields = "_receipt", "_payload", "_properties", "_on_success", "_on_failure"
+    nulls, there = [None] * table.num_rows, table.column_names
+    columns = [table[name].to_pylist() if name in there else nulls for name in fields]
+    sources, settled = table["source"].to_pylist(), table["_acked"].to_pylist()
+    for source, is_settled, *delivery in zip(sources, settled, *columns, strict=True):
+        yield AckRef(None, source, None if is_settled else Delivery(*delivery))
 
 
 def rows_of(

@@ -133,13 +133,7 @@ def rates(
 
     :param of: The names of the compared figures.
     """
-    figures: Figures = []
-    for name, tries, bare in _compare(measurements, of):
-        ratios = [one.rate / other.rate for one, other in zip(tries, bare, strict=False)]
-        rates_ = [attempt.rate for attempt in tries]
-        other = f"{part}.{of.get(name, '')}"
-        figures.append(median(f"{part}.{name}", rates_, "msg/s", of=other, ratios=ratios))
-    return figures
+    return list(_compare(part, measurements, of, "", "msg/s", lambda one: one.rate))
 
 
 def processor(
@@ -149,23 +143,26 @@ def processor(
 
     :param of: The names of the compared figures.
     """
-    figures: Figures = []
-    for name, tries, bare in _compare(measurements, of):
-        ratios = [other.cpu / one.cpu for one, other in zip(tries, bare, strict=False)]
-        seconds = [attempt.cpu_per_message for attempt in tries]
-        other = f"{part}.{of.get(name, '')}.cpu"
-        figures.append(
-            median(f"{part}.{name}.cpu", seconds, "us/msg", digits=1, of=other, ratios=ratios)
-        )
-    return figures
+    return list(_compare(part, measurements, of, ".cpu", "us/msg", lambda one: one.cpu_per_message))
 
 
 def _compare(
-    measurements: Mapping[str, list[Measurement]], of: Mapping[str, str]
-) -> Iterator[tuple[str, list[Measurement], list[Measurement]]]:
-    """Yields each figure with its tries and those of the compared figure."""
+    part: str,
+    measurements: Mapping[str, list[Measurement]],
+    of: Mapping[str, str],
+    suffix: str,
+    unit: str,
+    value_of: Callable[[Measurement], float],
+) -> Iterator[dict[str, Any]]:
     for name, tries in measurements.items():
-        yield name, tries, measurements[of[name]] if name in of else []
+        values = [value_of(attempt) for attempt in tries]
+        bare = [value_of(attempt) for attempt in measurements[of[name]]] if name in of else []
+        ratios = [one / other for one, other in zip(values, bare, strict=False)]
+        if suffix:  # less is better
+            ratios = [1 / ratio for ratio in ratios]
+        other = f"{part}.{of.get(name, '')}{suffix}"
+        digits = 1 if suffix else None
+        yield median(f"{part}.{name}{suffix}", values, unit, digits=digits, of=other, ratios=ratios)
 
 
 def serve(

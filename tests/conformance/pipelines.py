@@ -86,9 +86,9 @@ def _do(op: dict[str, Any], message: Message) -> Any:
         case "ack_immediately":
             return message.ack_immediately()
         case "set_status_ok":
-            return message.with_status(OK)
+            return message.replace(status=OK)
         case "set_status_error":
-            return message.with_status(Status("error", op.get("reason", "manual")))
+            return message.replace(status=Status("error", op.get("reason", "manual")))
         case "drop":
             return DROP
         case other:

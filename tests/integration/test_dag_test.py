@@ -25,6 +25,12 @@ from tests.integration.pipelines.slow import outlast_the_task
 
 pytestmark = pytest.mark.airflow
 
+NOTHING_BATCHED = {
+    "process[0]": "success",
+    "batch.default": "skipped",
+    "batch.other": "skipped",
+    "ack": "success",
+}
 NO_DELAY = {"retries": 0, "retry_delay": timedelta(0)}
 
 
@@ -100,12 +106,7 @@ def test_an_empty_queue_is_a_successful_run_that_batches_nothing(world):
     ran = world.run(dag_of(Puppets))
 
     assert ran.state == "success"
-    assert ran.states == {
-        "process[0]": "success",
-        "batch.default": "skipped",
-        "batch.other": "skipped",
-        "ack": "success",
-    }
+    assert ran.states == NOTHING_BATCHED
     assert ran.totals == {}
 
 
@@ -157,12 +158,7 @@ def test_a_dry_run_receives_nothing_and_leaves_no_trace(world):
     ran = world.run(dag_of(Puppets), {"dry_run": True, "max_messages": 4})
 
     assert ran.state == "success"
-    assert ran.states == {
-        "process[0]": "success",
-        "batch.default": "skipped",
-        "batch.other": "skipped",
-        "ack": "success",
-    }
+    assert ran.states == NOTHING_BATCHED
     assert (ran.totals, ran.report["look"]["messages"]) == ({}, 15)
     assert ran.report["look"]["bounds"]["max_messages"] == 4
     assert ran.xcom("ack")["received"] == 0

@@ -9,7 +9,7 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 914,
     "cli/": 1_508,
-    "core/": 8_590,
+    "core/": 8_587,
     "hooks/": 75,
     "operators/": 813,
     "plugin/": 1_893,
@@ -17,7 +17,7 @@ REACHED = {
     "sensors/": 367,
     "sinks/": 1_115,
     "spark/": 2_013,
-    "staging/": 4_312,
+    "staging/": 4_309,
     "submit/": 558,
     "testing/": 3_774,
     "triggers/": 209,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_113,
     "producers/sqs/": 1_045,
     "producers/*.py": 29,
-    "package": 45_203,
-    "tests and scripts": 73_013,
+    "package": 45_197,
+    "tests and scripts": 73_010,
 }
 
 MODULE = '''"""A module.

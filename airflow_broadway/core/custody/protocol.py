@@ -29,7 +29,7 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.version import known_fields
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Delivery:
     """A producer's data on one delivery: the ``ack_data`` of the message's acknowledger.
 

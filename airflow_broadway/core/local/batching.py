@@ -44,7 +44,7 @@ class Batch(NamedTuple):
 def _make_batch(pipeline: str, batcher: str, call: list[ItemBatch], *, merged: bool) -> Batch:
     """Builds the batch of one ``handle_batch`` call, from one closed batch or several merged."""
     first = call[0]
-    parts = [_messages_of(closed) for closed in call]
+    parts = [[*map(_message_of, closed.pending)] for closed in call]
     keys = [part[0].batch_key for part in parts]
     ids = [
         BatchHash(pipeline, batcher, key).update_all([m.message_id for m in part]).hexdigest()
@@ -69,13 +69,6 @@ def _make_batch(pipeline: str, batcher: str, call: list[ItemBatch], *, merged: b
 
 def _message_of(item: Message | PlacedMessage) -> Message:
     return item.message if isinstance(item, PlacedMessage) else item
-
-
-def _messages_of(closed: ItemBatch) -> list[Message]:
-    pending: list[Any] = closed.pending
-    if type(closed.key) is str and closed.partition is None:
-        return pending  # otherwise every item is a PlacedMessage
-    return [placed.message for placed in pending]
 
 
 class LocalBatcher:

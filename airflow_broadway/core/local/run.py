@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock, SystemClock
+from airflow_broadway.core.collector import look_after, rare_collections
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Settler, Tally
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
@@ -288,6 +289,7 @@ class LocalRun:
         )
         return self.report
 
+    @rare_collections()
     def pull(
         self, budget: Budget, *, on_lease: Callable[[Lease], object] = lambda lease: None
     ) -> RunReport:
@@ -448,13 +450,13 @@ class LocalRun:
 
 def _settling(receiving: Receiving, settler: Settler) -> Iterator[list[Message]]:
     """Yields the dispatches; before each next one, carries out queued acks."""
+    looked = 0
     for dispatch in receiving:
         yield dispatch
         settler.tick()
+        looked = look_after(receiving.received_bytes, looked)
 
 
 def _as_message(item: Any, index: int) -> Message:
     message = item if type(item) is Message else Message(item, position=index)
-    if message.message_id:
-        return message
-    return message.with_message_id(f"given-{index}")
+    return message if message.message_id else message.replace(message_id=f"given-{index}")

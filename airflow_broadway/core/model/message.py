@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from airflow_broadway.core.errors import PipelineError
 from airflow_broadway.core.masking import redacted
@@ -22,6 +22,7 @@ from airflow_broadway.core.model.acks import NO_ACK, AckRef, ack_immediately
 DEFAULT: Final = "default"
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _NO_METADATA: Final[Mapping[str, Any]] = MappingProxyType({})
+Metadata: TypeAlias = "Mapping[str, Any] | Callable[[], Mapping[str, Any]]"
 
 
 class BatchMode(str, Enum):
@@ -106,7 +107,7 @@ class _Draft:
     batcher: str
     data: Any
     message_id: str
-    metadata: Mapping[str, Any]
+    metadata: Metadata
     position: int
     received_at: datetime
     redelivered: bool
@@ -114,11 +115,15 @@ class _Draft:
     status: Status
 
 
+#: The slot below the property :attr:`Message.metadata`.
+_STORED: Final = _Draft.__dict__["metadata"]
+
+
 class Message(_Draft):
     """One message: its data, its route and its status.
 
     :param data: The payload; ``bytes`` as received, or a callback's value.
-    :param metadata: The producer's metadata.
+    :param metadata: The producer's metadata, or a function that loads it when it is first read.
     :param acknowledger: The acknowledger that settles it.
     :param message_id: Unique per message: the broker's id where that is stable and unique.
     :param batcher: The batcher it is routed to.
@@ -138,7 +143,7 @@ class Message(_Draft):
         self,
         data: Any,
         *,
-        metadata: Mapping[str, Any] = _NO_METADATA,
+        metadata: Metadata = _NO_METADATA,
         acknowledger: AckRef = NO_ACK,
         message_id: str = "",
         batcher: str = DEFAULT,
@@ -155,7 +160,7 @@ class Message(_Draft):
         # object.__setattr__.
         object.__setattr__(self, "__class__", _Draft)
         self.data = data
-        self.metadata = metadata
+        self.metadata = metadata  # type: ignore[assignment, misc]
         self.acknowledger = acknowledger
         self.message_id = message_id
         self.batcher = batcher
@@ -185,14 +190,22 @@ class Message(_Draft):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        data = repr(self.data)
-        data = data if len(data) <= 80 else data[:77] + "..."
-        return f"Message({data}, message_id={self.message_id!r}, status={self.status.kind!r})"
+        status = self.status.kind
+        return f"Message({self.data!r:.80}, message_id={self.message_id!r}, status={status!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = {name: getattr(self, name) for name in _Draft.__slots__}
         values["metadata"] = dict(self.metadata)  # a mappingproxy cannot be pickled
         return _restore, tuple(values.values())
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """The producer's metadata."""
+        metadata: Metadata = _STORED.__get__(self)
+        if callable(metadata):
+            metadata = metadata()
+            _STORED.__set__(self, metadata)
+        return metadata
 
     @property
     def ok(self) -> bool:
@@ -201,7 +214,7 @@ class Message(_Draft):
 
     def put_data(self, data: Any) -> Message:
         """Replaces the data.  The status stays: a failed message stays failed."""
-        return _changed(self, data=data)
+        return self.replace(data=data)
 
     def update_data(self, function: Callable[[Any], Any]) -> Message:
         """Replaces the data by ``function(data)``."""
@@ -214,7 +227,7 @@ class Message(_Draft):
         """
         if not isinstance(batcher, str):
             raise TypeError(f"expected a batcher's name as a string, got: {batcher!r}")
-        return _changed(self, batcher=batcher)
+        return self.replace(batcher=batcher)
 
     def put_batch_key(self, batch_key: Any) -> Message:
         """Batches it with messages of this key only; the key may be any hashable value.
@@ -222,7 +235,7 @@ class Message(_Draft):
         :raises TypeError: If it is not hashable.
         """
         hash(batch_key)
-        return _changed(self, batch_key=batch_key)
+        return self.replace(batch_key=batch_key)
 
     def put_batch_mode(self, batch_mode: BatchMode | str) -> Message:
         """Sets the batch mode: ``"bulk"`` waits for a full batch, ``"flush"`` flushes its key's.
@@ -231,11 +244,11 @@ class Message(_Draft):
         """
         if batch_mode not in ("bulk", "flush"):
             raise ValueError(f"expected a batch mode of 'bulk' or 'flush', got: {batch_mode!r}")
-        return _changed(self, batch_mode=BatchMode(batch_mode))
+        return self.replace(batch_mode=BatchMode(batch_mode))
 
     def failed(self, reason: Any) -> Message:
         """Fails it; the last reason counts, and a failure cannot be reverted."""
-        return _changed(self, status=Status("failed", reason))
+        return self.replace(status=Status("failed", reason))
 
     def configure_ack(self, **options: Any) -> Message:
         """Changes how this message is settled, e.g. ``configure_ack(on_failure="retry")``.
@@ -252,7 +265,7 @@ class Message(_Draft):
                 f" acknowledger {type(acknowledger).__name__} has no configure function",
                 code="configure_not_supported",
             )
-        return _changed(self, acknowledger=AckRef(acknowledger, ref, configure(ref, data, options)))
+        return self.replace(acknowledger=AckRef(acknowledger, ref, configure(ref, data, options)))
 
     def ack_immediately(self) -> Message:
         """Settles it immediately by its current status; later stages do not settle it again.
@@ -261,48 +274,30 @@ class Message(_Draft):
         """
         return ack_immediately([self])[0]
 
-    def with_status(self, status: Status) -> Message:
-        """Sets the status; for the pipeline itself."""
-        return _changed(self, status=status)
-
-    def with_redelivered(self) -> Message:
-        """Marks that it may have been handled before; for producers and the pipeline itself."""
-        if self.redelivered:
-            return self
-        return _changed(self, redelivered=True)
-
-    def with_message_id(self, message_id: str) -> Message:
-        """Sets its id; for producers and the pipeline itself."""
-        return _changed(self, message_id=message_id)
-
-    def with_content(self, data: Any, batch_key: Any, metadata: Mapping[str, Any]) -> Message:
-        """Sets the content of its row in a batch; for the pipeline itself."""
-        return _changed(self, data=data, batch_key=batch_key, metadata=metadata)
-
     def with_acknowledger(self, acknowledger: AckRef) -> Message:
         """Sets its acknowledger; for producers and the pipeline itself."""
-        return _changed(self, acknowledger=acknowledger)
+        return self.replace(acknowledger=acknowledger)
 
-
-def _changed(message: Message, **changes: Any) -> Message:
-    draft = _Draft()
-    draft.data = message.data
-    draft.metadata = message.metadata
-    draft.acknowledger = message.acknowledger
-    draft.message_id = message.message_id
-    draft.batcher = message.batcher
-    draft.batch_key = message.batch_key
-    draft.batch_mode = message.batch_mode
-    draft.status = message.status
-    draft.attempt = message.attempt
-    draft.redelivered = message.redelivered
-    draft.received_at = message.received_at
-    draft.position = message.position
-    draft.size = message.size
-    for name, value in changes.items():
-        setattr(draft, name, value)
-    draft.__class__ = Message
-    return draft  # type: ignore[return-value]
+    def replace(self, **fields: Any) -> Message:
+        """Replaces fields; for producers and the pipeline itself."""
+        draft = _Draft()
+        draft.data = self.data
+        draft.metadata = _STORED.__get__(self)
+        draft.acknowledger = self.acknowledger
+        draft.message_id = self.message_id
+        draft.batcher = self.batcher
+        draft.batch_key = self.batch_key
+        draft.batch_mode = self.batch_mode
+        draft.status = self.status
+        draft.attempt = self.attempt
+        draft.redelivered = self.redelivered
+        draft.received_at = self.received_at
+        draft.position = self.position
+        draft.size = self.size
+        for name, value in fields.items():
+            setattr(draft, name, value)
+        draft.__class__ = Message
+        return draft  # type: ignore[return-value]
 
 
 def _restore(*values: Any) -> Message:

@@ -80,16 +80,18 @@ def encode_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
     :raises ConversionError: Naming the path of a refused part: other objects, keys that are not
         text, text that UTF-8 cannot encode.
     """
-
-    def encode(key: str, value: Any) -> str:
+    texts: dict[str, str] = {}
+    for key, value in metadata.items():
+        if type(key) is not str or not key.isascii():
+            _check_metadata_key(key)
         if type(value) is str and value.isascii():  # the common cases first
-            return value
-        if type(value) is int and -LARGE_INT < value < LARGE_INT:
-            return repr(value)
-        plain = value if is_json(value) else _convert(value, f"metadata[{key!r}]", _METADATA)
-        return plain if type(plain) is str else _encode(plain)
-
-    return _metadata_texts(metadata, encode)
+            texts[key] = value
+        elif type(value) is int and -LARGE_INT < value < LARGE_INT:
+            texts[key] = repr(value)
+        else:
+            plain = value if is_json(value) else _convert(value, f"metadata[{key!r}]", _METADATA)
+            texts[key] = plain if type(plain) is str else _encode(plain)
+    return texts
 
 
 def dump(value: Any, path: str = "data") -> str:
@@ -141,17 +143,20 @@ def dump_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
 
     :raises ConversionError: Naming the path of a part that is not plain, or a key that is not text.
     """
-
-    def encode(key: str, value: Any) -> str:
-        if type(value) is str and encodable(value) and not value.startswith(_TAGGED):
-            return value
-        if type(value) is int and -LARGE_INT < value < LARGE_INT:
-            return f"{_TAGGED}{value}}}"
-        if value is None or (type(value) in _EMPTY and not value):
-            return _EMPTY[type(value)]
-        return _encode({_TAG: _convert(value, f"metadata[{key!r}]", _PLAIN)})
-
-    return _metadata_texts(metadata, encode)
+    texts: dict[str, str] = {}
+    for key, value in metadata.items():
+        if type(key) is not str or not key.isascii():
+            _check_metadata_key(key)
+        kind = type(value)
+        if kind is str and encodable(value) and not value.startswith(_TAGGED):
+            texts[key] = value
+        elif kind is int and -LARGE_INT < value < LARGE_INT:
+            texts[key] = f"{_TAGGED}{value}}}"
+        elif kind in _EMPTY and not value:
+            texts[key] = _EMPTY[kind]
+        else:
+            texts[key] = _encode({_TAG: _convert(value, f"metadata[{key!r}]", _PLAIN)})
+    return texts
 
 
 def load_metadata(texts: Mapping[str, str]) -> dict[str, Any]:
@@ -216,15 +221,9 @@ def _make_encoder() -> Callable[[Any], str]:
 _encode: Final = _make_encoder()
 
 
-def _metadata_texts(
-    metadata: Mapping[str, Any], encode: Callable[[str, Any], str]
-) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not (key.isascii() or encodable(key)):
-            raise MisfitError("metadata", "keys that are text", describe(key))
-        texts[key] = encode(key, value)
-    return texts
+def _check_metadata_key(key: Any) -> None:
+    if not isinstance(key, str) or not encodable(key):
+        raise MisfitError("metadata", "keys that are text", describe(key))
 
 
 def _is_listed(key: Any) -> bool:

@@ -213,7 +213,7 @@ class BatchProcessorStage:
             code="handle_batch_bad_element",
         )
         log_failure("handle_batch", self.pipeline, error, [message])
-        return scope.restored(message).with_status(status_of(error))
+        return scope.restored(message).replace(status=status_of(error))
 
     def _call(self, messages: list[Message], info: BatchInfo, context: Any) -> list[Message]:
         passed = list(messages)

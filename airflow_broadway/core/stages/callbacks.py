@@ -123,7 +123,7 @@ def _describe_error(error: BaseException) -> str:
 
 def fail_all(messages: Iterable[Message], status: Status, scope: Scope) -> list[Message]:
     """Returns ``messages`` as they were before the callback that failed, with its ``status``."""
-    return [scope.restored(message).with_status(status) for message in messages]
+    return [scope.restored(message).replace(status=status) for message in messages]
 
 
 def expect_messages(

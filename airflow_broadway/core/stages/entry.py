@@ -64,7 +64,7 @@ class MessageEntry:
                 lane = self._partition(message)
         except protected() as error:
             log_failure(callback, self._pipeline, error, [message])
-            message = message.with_status(EntryFailure(*status_of(error)))
+            message = message.replace(status=EntryFailure(*status_of(error)))
         return lane, message
 
 

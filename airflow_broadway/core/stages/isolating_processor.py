@@ -73,7 +73,7 @@ class IsolatingProcessor:
             except ProcessDied as error:
                 # It may have been handled, and a callback may have settled it.
                 part = [
-                    message.with_redelivered()
+                    message.replace(redelivered=True)
                     for message in part
                     if message.message_id not in error.settled
                 ]
@@ -112,7 +112,7 @@ class IsolatingProcessor:
         self._blamed += 1
         log.error("Message %r is dead-lettered, %s: %s.", message.message_id, CRASHED, reason)
         status = Status(CRASHED, f"{CRASHED}: {reason}")
-        return self._processor.settle([], [message.with_status(status)])
+        return self._processor.settle([], [message.replace(status=status)])
 
     def _log_death(self, part: list[Message], deaths: int, error: ProcessDied) -> None:
         if not part:

@@ -247,7 +247,7 @@ class ProcessorStage:
                 released += 1
                 continue
             if is_failure:
-                failed.append(message.with_status(Status(*message.status)))
+                failed.append(message.replace(status=Status(*message.status)))
             else:
                 yield message
             if len(failed) > known:
@@ -296,7 +296,7 @@ class ProcessorStage:
                 log_failure("handle_message", self.pipeline, error, [message])
                 if not self._traces and span is None:
                     forget_trace(error)
-                failed.append(scope.restored(message).with_status(status_of(error)))
+                failed.append(scope.restored(message).replace(status=status_of(error)))
                 end_span(span, error)
                 continue
             except BaseException as error:

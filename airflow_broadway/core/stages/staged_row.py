@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from airflow_broadway.core.formats.plan import plain_key
@@ -168,7 +169,7 @@ class DirectConverter:
             data = PlacedData(data, identity, partition, dropped)
         elif data is original and key is message.batch_key and restored is metadata:
             return message
-        return message.with_content(data, key, restored)
+        return message.replace(data=data, batch_key=key, metadata=restored)
 
 
 def _check_id(message: Message) -> None:
@@ -188,12 +189,15 @@ class _Conversion:
         self.dropped: Any = None
         self._schema = batcher.schema is not None
         self._dump = dump if self._python else encode_json
+        self._key_text = dump_key if self._python else partial(encode_json, path="batch_key")
         self._load = load if self._python else json.loads
         self.dump_data: Callable[[Any], Any] = self._plain
+        self.dump_metadata = dump_metadata if self._python else encode_metadata
         if batcher.schema is not None:
             converter = parse_schema(batcher.schema).converter(read_back=read_back)
             self.dump_data, self.dropped = converter, converter.dropped
         self._keys: dict[Any, str] = {}
+        self._last: tuple[Any, str] = (self, "")
 
     def _plain(self, data: Any) -> bytes | str | None:
         """Returns bytes and ``None`` unchanged, anything else as text."""
@@ -210,6 +214,11 @@ class _Conversion:
         return counted
 
     def key_text(self, key: Any) -> str:
+        if key is not self._last[0]:
+            self._last = key, self._cached_text(key)
+        return self._last[1]
+
+    def _cached_text(self, key: Any) -> str:
         kind = type(key)
         if kind not in _CACHED_TYPES:
             return self._key_text(key)
@@ -221,23 +230,10 @@ class _Conversion:
             text = self._keys[cache_key] = self._key_text(key)
         return text
 
-    def _key_text(self, key: Any) -> str:
-        return dump_key(key) if self._python else encode_json(key, path="batch_key")
-
     def load_key(self, text: str) -> Any:
         """Returns a key as a batch receives it, from its text."""
         value = json.loads(text)
         return load_key(value) if self._python else plain_key(value)
-
-    def dump_metadata(self, metadata: Mapping[str, Any]) -> dict[str, str]:
-        for key, value in metadata.items():
-            if type(value) is not str or type(key) is not str:
-                break
-            if not (value.isascii() and key.isascii()) or value[:1] == "{":
-                break
-        else:
-            return dict(metadata)
-        return dump_metadata(metadata) if self._python else encode_metadata(metadata)
 
     def read_back(self, data: Any) -> Any:
         """Returns the data as a batch would read it back from staging."""

@@ -177,9 +177,9 @@ def _make_portable(message: Message) -> Message:
         error = PipelineError(
             f"with executor='processes' a message must be picklable, got: {message.data!r:.200}"
         )
-        return message.with_status(Status("error", error)).put_data(None)
+        return message.replace(status=Status("error", error), data=None)
     text = status.text.removeprefix("SystemExit: ") if status.kind == "exit" else status.text
-    plain = message.with_status(Status(status.kind, text, status.stacktrace))
+    plain = message.replace(status=Status(status.kind, text, status.stacktrace))
     return plain if pickles(([plain],)) else plain.put_data(None)
 
 

@@ -1,6 +1,7 @@
 """A pipeline with one Python batcher of 10,000 messages, the sink ``ParquetFolder``, and one
-processor, because its callback does not wait; the other options are defaults, but for SQS a lease
-of 60 seconds.  A run receives for 5 seconds, or until the queue has been empty for 0.2."""
+processor with a ``max_demand`` of 1,000, because its callback does not wait; the other options are
+defaults, but for SQS a lease of 60 seconds.  A run receives for 5 seconds, or until the queue has
+been empty for 0.2."""
 
 import json
 import os
@@ -26,7 +27,7 @@ BUDGET = {"max_seconds": 5.0, "wait_seconds": 2.0, "idle_seconds": 0.2}
 
 class Rows(Broadway):
     producer = PRODUCERS[os.environ["RACE_BROKER"]]()
-    processors = Processors(concurrency=1)
+    processors = Processors(concurrency=1, max_demand=1_000)
     batchers = {
         "default": Batcher(
             engine="python",

@@ -21,24 +21,9 @@ from airflow_broadway.staging.archive.letters import ArchiveLetters, put_failed
 from airflow_broadway.staging.archive.table import archive_folder
 from airflow_broadway.staging.store import Store
 from airflow_broadway.testing import ManualClock
-from tests.cli_runs import ran
+from tests.cli_runs import ORDERS_MODULE, ran
 
 GUIDE = Path(__file__).parents[3] / "docs" / "dead-letters.md"
-MODULE = """
-from airflow_broadway import Broadway
-from airflow_broadway.producers.sqlite import SqliteProducer
-
-
-class Orders(Broadway):
-    producer = SqliteProducer(queue="orders", path={path!r})
-
-    def handle_message(self, processor, message, context):
-        return message
-
-
-class Templated(Orders):
-    producer = SqliteProducer(queue="{{{{ params.queue }}}}", path={path!r})
-"""
 ME = ("--pipeline", "shop.orders:Orders")
 
 
@@ -54,7 +39,7 @@ def queue(tmp_path, monkeypatch):
     path = str(tmp_path / "queue.db")
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "__init__.py").write_text("")
-    (tmp_path / "shop" / "orders.py").write_text(MODULE.format(path=path))
+    (tmp_path / "shop" / "orders.py").write_text(ORDERS_MODULE.format(path=path))
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("shop", "shop.orders"):
         monkeypatch.delitem(sys.modules, name, raising=False)

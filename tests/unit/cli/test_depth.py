@@ -8,30 +8,17 @@ import threading
 import pytest
 
 from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
-from tests.cli_runs import ran
+from tests.cli_runs import ORDERS_MODULE, ran
 
 ORDERS = ("--pipeline", "waiting_shop:Orders")
-MODULE = """
-from airflow_broadway import Broadway
+MODULES = f"""
 from airflow_broadway.core.custody.producer import Producer
 from airflow_broadway.core.model.options import options
-from airflow_broadway.producers.sqlite import SqliteProducer
-
-
-class Orders(Broadway):
-    producer = SqliteProducer(queue="orders", path={path!r})
-
-    def handle_message(self, processor, message, context):
-        return message
-
+{ORDERS_MODULE}
 
 class Elsewhere(Orders):
     name = "elsewhere"
-    producer = SqliteProducer(queue="orders", path={path!r} + ".not-here")
-
-
-class Templated(Orders):
-    producer = SqliteProducer(queue="{{{{ params.queue }}}}", path={path!r})
+    producer = SqliteProducer(queue="orders", path={{path!r}} + ".not-here")
 
 
 @options
@@ -49,7 +36,7 @@ class Breaking(Orders):
 def queue(tmp_path, monkeypatch):
     """The queue of importable pipelines, with two messages."""
     path = str(tmp_path / "queue.db")
-    (tmp_path / "waiting_shop.py").write_text(MODULE.format(path=path))
+    (tmp_path / "waiting_shop.py").write_text(MODULES.format(path=path))
     (tmp_path / "leaving_shop.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("waiting_shop", "leaving_shop"):

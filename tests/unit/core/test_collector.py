@@ -10,9 +10,9 @@ import pytest
 
 from airflow_broadway.core import collector
 from airflow_broadway.core.collector import look_after, rare_collections
+from airflow_broadway.core.local.run import run_local
 from airflow_broadway.core.model.message import Message
-from tests.unit.runs.steps import Run
-from tests.unit.runs.test_process import Breaking
+from tests.unit.runs.steps import Run, Sums
 
 
 @pytest.fixture(autouse=True)
@@ -48,27 +48,53 @@ def test_own_settings_of_the_process_are_kept(own):
     assert gc.get_freeze_count() > 0
 
 
-class Looking(Breaking):
-    seen: ClassVar[set[int]] = set()
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        self.seen.add(gc.get_threshold()[0])
-        return message
-
-
-def test_process_task_handles_messages_with_rare_collections(tmp_path):
-    Looking.seen.clear()
-    before = gc.get_threshold()
-    Run(tmp_path, pipeline=Looking, numbers=range(3)).process()
-    assert Looking.seen == {50_000}
-    assert gc.get_threshold() == before
-
-
 class Ring:
     """Refers to itself: only the collector frees it."""
 
     def __init__(self) -> None:
         self.itself = self
+
+
+class LeavingRings(Sums):
+    """Callbacks that leave reference cycles, and look at the collector."""
+
+    rings: ClassVar[list[weakref.ref[Ring]]] = []
+    most: ClassVar[int] = 0
+    thresholds: ClassVar[set[int]] = set()
+
+    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
+        self.leave()
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        for _ in messages:
+            self.leave()
+        return messages
+
+    def leave(self) -> None:
+        self.rings.append(weakref.ref(Ring()))
+        self.thresholds.add(gc.get_threshold()[0])
+        alive = sum(ring() is not None for ring in self.rings)
+        type(self).most = max(self.most, alive)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_cycles_of_callbacks_are_collected_rarely_but_bounded_by_bytes(
+    tmp_path, monkeypatch, staged
+):
+    monkeypatch.setattr(collector, "_BYTES", 100)
+    monkeypatch.setattr(LeavingRings, "rings", [])
+    monkeypatch.setattr(LeavingRings, "most", 0)
+    before = gc.get_threshold()
+    run = Run(tmp_path, pipeline=LeavingRings, numbers=range(400))
+    if staged:
+        run.all()
+    else:
+        run_local(run.pipeline)
+    assert len(LeavingRings.rings) == 800
+    assert LeavingRings.most < 400
+    assert LeavingRings.thresholds == {50_000}
+    assert gc.get_threshold() == before
 
 
 def test_collection_runs_after_a_number_of_bytes():
@@ -81,21 +107,3 @@ def test_collection_runs_after_a_number_of_bytes():
     ring = weakref.ref(Ring())
     assert look_after(collector._BYTES, 0) == collector._BYTES
     assert ring() is not None
-
-
-class LeavingRings(Breaking):
-    rings: ClassVar[list[weakref.ref[Ring]]] = []
-    most: ClassVar[int] = 0
-
-    def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        self.rings.append(weakref.ref(Ring()))
-        alive = sum(ring() is not None for ring in self.rings)
-        type(self).most = max(self.most, alive)
-        return message
-
-
-def test_uncollected_cycles_are_bounded_by_message_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(collector, "_BYTES", 100)
-    Run(tmp_path, pipeline=LeavingRings, numbers=range(400)).process()
-    assert len(LeavingRings.rings) == 400
-    assert LeavingRings.most < 200

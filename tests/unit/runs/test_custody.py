@@ -444,6 +444,12 @@ def test_cleared_process_task_balances_its_immediate_settlement(tmp_path):
     assert (first["received"], first["acked"], first["released"]) == (10, 2, 8)
 
 
+def test_message_settled_immediately_is_not_settled_again_by_its_batch(tmp_path):
+    run = Run(tmp_path, context={"now": 4, "now_in_batch": 4}, numbers=[4, 6])
+
+    assert balanced(run.all())["acked"] == 2
+
+
 def test_clearing_process_does_not_undo_a_begun_settlement(tmp_path):
     # Given a run whose sensor died between the broker's settlement and its journal
     run = Run(tmp_path, context={"now": 3}, numbers=TEN)

@@ -470,7 +470,7 @@ def test_swapped_message_fails_alone(run, monkeypatch):
 
     def swapping(self, processor, message, context):
         if message.data == b"1":
-            return message.with_message_id("made-up")
+            return message.replace(message_id="made-up")
         return handle(self, processor, message, context)
 
     monkeypatch.setattr(Sums, "handle_message", swapping)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -93,41 +94,36 @@ def test_small_batches_share_row_groups_and_large_ones_do_not(tmp_path, monkeypa
     assert {file.metadata.row_group(0).column(0).compression} == {"ZSTD"}
 
 
-def test_reader_reads_only_the_row_groups_of_its_batch(tmp_path, monkeypatch):
-    # Given a small buffer and small row groups, and a batch in the middle of them
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """A run of 200 messages in small row groups, its plan, and its batches of 10."""
     monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 40)
     monkeypatch.setattr(plan_data_files, "OWN_GROUP_ROWS", 5)
     monkeypatch.setattr(writer_module, "GROUP_ROWS", 20)
     run, pipeline = open_run(tmp_path), python_pipeline(batch_size=10)
-    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [stream(200)]))
-    groups: list[int] = []
-    read = ParquetFile.read
+    return run, *plan_of(run, pipeline, publish(run, pipeline, [stream(200)]))
 
-    def counted(file, group):
-        groups.append(group)
-        return read(file, group)
 
-    monkeypatch.setattr(ParquetFile, "read", counted)
-    with BatchReader(run, plan) as reader:
+def spy(kind, name):
+    """Counts the calls of a method."""
+    return mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))
+
+
+def test_reader_reads_only_the_row_groups_of_its_batch(planned):
+    run, plan, batches = planned
+    with spy(ParquetFile, "read") as read, BatchReader(run, plan) as reader:
         assert [m.position for m in reader.read(batches[7])] == list(range(70, 80))
-    assert len(groups) == 1
+    assert read.call_count == 1
 
 
-def test_reader_opens_each_file_once_for_all_batches(tmp_path, monkeypatch):
-    # Given a plan of many row groups, whose batches threads read in turn
-    monkeypatch.setattr(plan_data_files, "BUFFER_ROWS", 40)
-    monkeypatch.setattr(plan_data_files, "OWN_GROUP_ROWS", 5)
-    run, pipeline = open_run(tmp_path), python_pipeline(batch_size=10)
-    plan, batches = plan_of(run, pipeline, publish(run, pipeline, [stream(200)]))
-    opened: list[str] = []
-    source = Folder.source
-
-    def counted(folder, path):
-        opened.append(path)
-        return source(folder, path)
-
-    monkeypatch.setattr(Folder, "source", counted)
-    with BatchReader(run, plan) as reader, ThreadPoolExecutor(4) as threads:
+def test_reader_opens_each_file_once_for_all_batches(planned):
+    run, plan, batches = planned
+    with (
+        spy(Folder, "source") as source,
+        BatchReader(run, plan) as reader,
+        ThreadPoolExecutor(4) as threads,
+    ):
         rows_by_batch = list(threads.map(reader.read, batches))
     assert [row.position for rows in rows_by_batch for row in rows] == list(range(200))
+    opened = [call.args[1] for call in source.call_args_list]
     assert opened == [f"{plan.path}/{name}" for name in plan.data]

@@ -9,11 +9,16 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from airflow_broadway.core.errors import ConversionError
-from airflow_broadway.core.schema.encoding import encode_json, encode_metadata
+from airflow_broadway.core.schema.encoding import (
+    dump_metadata,
+    encode_json,
+    encode_metadata,
+    load_metadata,
+)
 
 NAN = float("nan")
 EVENING = datetime(2013, 1, 31, 19, tzinfo=timezone(timedelta(hours=7)))
@@ -123,9 +128,12 @@ json_values = st.recursive(
 
 
 @given(json_values)
+@example(5)
+@example([])
 def test_json_values_come_back_as_they_were(value: Any) -> None:
     assert json.loads(encode_json(value)) == value
     encode_metadata({"value": value})["value"].encode()
+    assert repr(load_metadata(dump_metadata({"value": value}))) == repr({"value": value})
 
 
 anything = st.recursive(

@@ -38,7 +38,7 @@ def messages_of(data: Sequence[Any]) -> list[Message]:
 
 
 def suspects_of(data: Sequence[Any]) -> list[Message]:
-    return [message.with_redelivered() for message in messages_of(data)]
+    return [message.replace(redelivered=True) for message in messages_of(data)]
 
 
 def handle(
@@ -223,7 +223,7 @@ def test_ordered_dispatch_with_a_suspect_is_handled_in_a_child(kind):
     pipeline = kind(processors={"executor": "threads", "concurrency": 2})
     messages = messages_of(["a1", "b1", "a2", "b2", "a3", "b3"])
     fresh, dispatch = messages[:2], messages[2:]
-    dispatch[2] = dispatch[2].with_redelivered()
+    dispatch[2] = dispatch[2].replace(redelivered=True)
     rules = AllRedelivered()
     data = {message.message_id: message.data for message in (*fresh, *dispatch)}
     with closing(ProcessorPool(pipeline, suspects=rules)) as pool:

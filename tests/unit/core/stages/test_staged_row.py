@@ -75,6 +75,8 @@ def test_key_may_be_any_json():
     rows = RowConverter(pipeline_of(Batcher()))
     keys = [rows(message(1, batch_key=key)).data.key for key in ("a", 1, None, ("a", 1), 'q"')]
     assert keys == ['"a"', "1", "null", '["a",1]', '"q\\""']
+    keys = [rows(message(1, batch_key=key)).data.key for key in (1, True, (1,), (True,))]
+    assert keys == ["1", "true", "[1]", "[true]"]
 
 
 def test_partition_is_that_of_the_returned_message():
