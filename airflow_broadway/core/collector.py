@@ -6,7 +6,8 @@ process stage's time.
 
 A message is about six objects, and a receive allocates thousands that are freed together.  So the
 threshold is higher, and existing objects are frozen.  Cycles created by callbacks may keep messages
-alive, so :func:`look_after` also collects after a number of message bytes.
+or tables alive, so the young generations are also collected after a number of message bytes, and
+after each batch.
 """
 
 from __future__ import annotations
@@ -44,13 +45,19 @@ def rare_collections() -> Iterator[None]:
 def look_after(handled: int, collected: int) -> int:
     """Collects the young generations once enough bytes were handled since the last collection.
 
-    Does nothing in a process that changed the collector's threshold itself.
-
     :param handled: Bytes of the messages that were handled so far.
     :param collected: The previous return value; 0 initially.
     """
     if handled - collected < _BYTES:
         return collected
+    collect_young()
+    return handled
+
+
+def collect_young() -> None:
+    """Collects the young generations during :func:`rare_collections`.
+
+    Does nothing in a process that changed the collector's threshold itself.
+    """
     if gc.isenabled() and gc.get_threshold()[0] == _THRESHOLD:
         gc.collect(1)
-    return handled

@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
-from airflow_broadway.core.collector import look_after, rare_collections
+from airflow_broadway.core.collector import rare_collections
 from airflow_broadway.core.custody.acknowledger import Judged, RunAcknowledger
 from airflow_broadway.core.custody.in_process import (
     check_settled,
@@ -83,7 +83,6 @@ class PythonBatches:
     def __post_init__(self) -> None:
         self._number = 0
         self._reasons = Reasons()
-        self._bytes = self._looked = 0
         self._stop = Stop(self.staged.clock, min(self.pipeline.shutdown, self.ports.max_shutdown))
 
     def stop(self) -> None:
@@ -225,8 +224,6 @@ class PythonBatches:
                 log.error("Batch %s: %s.", planned.batch_id, error)
                 return None
         self._reasons.add(result.failed)
-        self._bytes += planned.bytes
-        self._looked = look_after(self._bytes, self._looked)
         return outcome
 
     def mark(self, planned: PlannedBatch) -> None:

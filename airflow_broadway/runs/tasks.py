@@ -15,6 +15,7 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from airflow_broadway.core.collector import rare_collections
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.custody.report import SettleReport
 from airflow_broadway.core.custody.run_summary import empty_line, lines_of, summary_line
@@ -210,6 +211,7 @@ class UnstagedTask(PullTask):
         """Stops receiving and ends soon.  Called from a signal handler."""
         self._stop.request("signal")
 
+    @rare_collections()
     def run(self) -> Pulled:
         """Runs the task.
 

@@ -6,8 +6,8 @@ import bisect
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any, Self
 
@@ -117,13 +117,14 @@ class BatchReader:
             return self._cache[key]
         table = self._opened(file).read(group)
         batches: Any = table["batch"].to_pylist()
-        kept = batches, messages_of(table, self._plan.schema, self._plan.batcher, python=True)
-        self._cache[key] = kept
+        plan, acks = self._plan, _acks(table)
+        messages = messages_of(table, plan.schema, plan.batcher, python=True, acks=acks)
+        self._cache[key] = batches, messages
         self._cached += table.num_rows
         while self._cached > CACHED_MESSAGES and len(self._cache) > 1:
             _, (_, dropped) = self._cache.popitem(last=False)
             self._cached -= len(dropped)
-        return kept
+        return batches, messages
 
     def _opened(self, file: int) -> ParquetFile:
         if file not in self._open:
@@ -141,11 +142,12 @@ class BatchReader:
 
 
 def messages_of(
-    table: pa.Table, schema: str | None, batcher: str, *, python: bool
+    table: pa.Table, schema: str | None, batcher: str, *, python: bool, acks: Iterable[AckRef] = ()
 ) -> list[Message]:
     """Converts the rows of a message file, or of a Python batcher's data file, to messages.
 
     :param python: Whether they were staged for a Python batcher.
+    :param acks: Their acknowledgers; by default they have none.
     """
     key_of: Callable[[Any], Any] = load_key if python else plain_key
     texts = _column(table, "batch_key")
@@ -163,7 +165,7 @@ def messages_of(
         from_arrow(table["received_at"]),
         _column(table, "position"),
         _column(table, "_size", "size"),
-        _acks(table) if "source" in table.column_names else [NO_ACK] * table.num_rows,
+        acks or [NO_ACK] * table.num_rows,
         strict=True,
     )
     return [
@@ -191,14 +193,19 @@ class _Metadata:
     def __init__(self, column: pa.ChunkedArray[Any], *, python: bool) -> None:
         self._column = column
         self._load = load_metadata if python else dict
-
-    @cached_property
-    def _texts(self) -> list[dict[str, str]]:
-        return from_arrow(self._column)
+        self._texts: list[dict[str, str]] | None = None
 
     def load(self, row: int) -> dict[str, Any]:
-        """Returns the metadata of a row."""
-        return self._load(self._texts[row])
+        """Returns the metadata of a row.
+
+        :raises StagingDamaged: If it cannot be decoded.
+        """
+        if self._texts is None:  # not a cached_property: a lock may be held during a fork
+            self._texts = from_arrow(self._column)
+        try:
+            return self._load(self._texts[row])
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise StagingDamaged(f"metadata {self._texts[row]} cannot be decoded") from error
 
 
 def _column(table: pa.Table, *names: str) -> list[Any]:
@@ -219,11 +226,10 @@ def _data(table: pa.Table, schema: str | None, read: Callable[[str], Any]) -> li
 
 def _acks(table: pa.Table) -> Iterator[AckRef]:
     """Yields the index of each message's generation, and its delivery unless it is settled."""
-    fields = "_receipt", "_payload", "_properties", "_on_success", "_on_failure"
+    fields = "source", "_acked", "_receipt", "_payload", "_properties", "_on_success", "_on_failure"
     nulls, there = [None] * table.num_rows, table.column_names
     columns = [table[name].to_pylist() if name in there else nulls for name in fields]
-    sources, settled = table["source"].to_pylist(), table["_acked"].to_pylist()
-    for source, is_settled, *delivery in zip(sources, settled, *columns, strict=True):
+    for source, is_settled, *delivery in zip(*columns, strict=True):
         yield AckRef(None, source, None if is_settled else Delivery(*delivery))
 
 

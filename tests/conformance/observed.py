@@ -243,6 +243,14 @@ def _differences(case: Case, expect: dict[str, Any], observed: Observed) -> list
     return differences
 
 
+def _take(elements: list[Any], matches: Callable[[Any], bool]) -> bool:
+    """Removes the first element that matches; returns whether there is one."""
+    index = next((i for i, element in enumerate(elements) if matches(element)), None)
+    if index is not None:
+        del elements[index]
+    return index is not None
+
+
 def _same_status(expected: list[Any], actual: list[Any]) -> bool:
     """Returns whether a status equals the expected one."""
     kind, reason = [*actual, None][:2]
@@ -344,12 +352,7 @@ class _Comparer:
             return any(same_reason(str(status[1]), word) for word in words)
 
         remaining = list(expected)
-        for one in actual:
-            index = next((i for i, element in enumerate(remaining) if equal(element, one)), None)
-            if index is None:
-                return False
-            del remaining[index]
-        return True
+        return all(_take(remaining, lambda other: equal(other, one)) for one in actual)  # noqa: B023
 
     def statuses(self, expected: list[Any], actual: list[Any] | None) -> bool:
         if actual is None:  # the runner does not observe statuses
@@ -373,9 +376,4 @@ class _Comparer:
                 remaining.remove(one)
             else:
                 others.append(one)
-        for one in others:
-            index = next((i for i, other in enumerate(remaining) if equal(one, other)), None)
-            if index is None:
-                return False
-            del remaining[index]
-        return True
+        return all(_take(remaining, lambda other: equal(one, other)) for one in others)  # noqa: B023

@@ -72,19 +72,17 @@ class TopicClient:
         return str(raised.value)
 
 
+def sasl_client(kafka, folder, password):
+    extra = {
+        "security.protocol": "SASL_SSL",
+        "sasl.mechanism": "SCRAM-SHA-512",
+        "ssl.ca.location": str(kafka.authority.certificate),
+    }
+    return TopicClient(kafka, kafka.secure, folder, login=USER, password=password, extra=extra)
+
+
 def test_a_run_with_tls_and_the_guides_acls(apache_kafka, tmp_path):
-    client = TopicClient(
-        apache_kafka,
-        apache_kafka.secure,
-        tmp_path,
-        login=USER,
-        password=PASSWORD,
-        extra={
-            "security.protocol": "SASL_SSL",
-            "sasl.mechanism": "SCRAM-SHA-512",
-            "ssl.ca.location": str(apache_kafka.authority.certificate),
-        },
-    )
+    client = sasl_client(apache_kafka, tmp_path, PASSWORD)
 
     assert "Read and Describe" in client.run_error()
     apache_kafka.allow("topic", client.topic, "read", "describe")
@@ -96,18 +94,7 @@ def test_a_run_with_tls_and_the_guides_acls(apache_kafka, tmp_path):
 
 
 def test_a_wrong_password_is_one_clear_error_without_it(apache_kafka, tmp_path):
-    client = TopicClient(
-        apache_kafka,
-        apache_kafka.secure,
-        tmp_path,
-        login=USER,
-        password=f"{PASSWORD} and more",
-        extra={
-            "security.protocol": "SASL_SSL",
-            "sasl.mechanism": "SCRAM-SHA-512",
-            "ssl.ca.location": str(apache_kafka.authority.certificate),
-        },
-    )
+    client = sasl_client(apache_kafka, tmp_path, f"{PASSWORD} and more")
 
     assert "does not accept the credentials" in client.run_error()
 

@@ -9,15 +9,15 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 914,
     "cli/": 1_508,
-    "core/": 8_587,
+    "core/": 8_589,
     "hooks/": 75,
     "operators/": 813,
     "plugin/": 1_893,
-    "runs/": 5_645,
+    "runs/": 5_644,
     "sensors/": 367,
     "sinks/": 1_115,
     "spark/": 2_013,
-    "staging/": 4_309,
+    "staging/": 4_312,
     "submit/": 558,
     "testing/": 3_774,
     "triggers/": 209,
@@ -30,8 +30,8 @@ REACHED = {
     "producers/sqlite/": 1_113,
     "producers/sqs/": 1_045,
     "producers/*.py": 29,
-    "package": 45_197,
-    "tests and scripts": 73_010,
+    "package": 45_201,
+    "tests and scripts": 73_013,
 }
 
 MODULE = '''"""A module.

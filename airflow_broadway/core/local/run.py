@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from airflow_broadway.core import telemetry
 from airflow_broadway.core.clock import Clock, SystemClock
-from airflow_broadway.core.collector import look_after, rare_collections
+from airflow_broadway.core.collector import look_after
 from airflow_broadway.core.custody.acknowledger import RunAcknowledger
 from airflow_broadway.core.custody.in_process import Settler, Tally
 from airflow_broadway.core.custody.lease_renewer import LeaseRenewer
@@ -289,7 +289,6 @@ class LocalRun:
         )
         return self.report
 
-    @rare_collections()
     def pull(
         self, budget: Budget, *, on_lease: Callable[[Lease], object] = lambda lease: None
     ) -> RunReport:

@@ -148,7 +148,7 @@ def dump_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
         if type(key) is not str or not key.isascii():
             _check_metadata_key(key)
         kind = type(value)
-        if kind is str and encodable(value) and not value.startswith(_TAGGED):
+        if kind is str and (value.isascii() or encodable(value)) and not value.startswith(_TAGGED):
             texts[key] = value
         elif kind is int and -LARGE_INT < value < LARGE_INT:
             texts[key] = f"{_TAGGED}{value}}}"
@@ -170,8 +170,7 @@ def _load_tagged(text: str) -> Any:
     content = text[len(_TAGGED) : -1]
     if content.isascii() and content.isdigit():  # in a fifth of the time
         return int(content)
-    kind = _EMPTY_KINDS.get(text)
-    return load(text) if kind is None else kind()
+    return _EMPTY_KINDS[text]() if text in _EMPTY_KINDS else load(text)
 
 
 def is_json(value: Any) -> bool:

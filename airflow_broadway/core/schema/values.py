@@ -171,8 +171,6 @@ def _string(value: Any) -> str:
 
 def encodable(text: str) -> bool:
     """Returns whether UTF-8 can encode ``text``: it cannot encode a lone surrogate."""
-    if text.isascii():
-        return True
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from airflow_broadway.core import telemetry
-from airflow_broadway.core.errors import LeaseLapsed, PipelineError, StagingError
+from airflow_broadway.core.collector import collect_young
+from airflow_broadway.core.errors import LeaseLapsed, PipelineError, StagingDamaged, StagingError
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import Scope, ack_messages
 from airflow_broadway.core.model.batch_info import BatchInfo
@@ -126,6 +127,8 @@ class BatchProcessorStage:
         except BaseException as error:
             end_span(span, error)
             raise
+        finally:
+            collect_young()
         if span is not None:
             results = {"successful_messages": successful, "failed_messages": failed}
             span.stop({**metadata, **results})
@@ -139,6 +142,8 @@ class BatchProcessorStage:
         """Calls ``handle_batch``; returns the successful and the failed messages."""
         try:
             returned = self._call(messages, info, context)
+        except StagingDamaged:  # of metadata, which is decoded when it is read
+            raise
         except protected() as error:
             log_failure("handle_batch", self.pipeline, error, messages)
             return [], fail_all(messages, status_of(error), scope)
@@ -169,6 +174,8 @@ class BatchProcessorStage:
             result = returned if isinstance(returned, Rows) else Rows(returned)
             _check_rows(result.rows)
             marked = _check_failed(messages, result.failed, scope)
+        except StagingDamaged:
+            raise
         except protected() as error:
             log_failure("handle_batch", self.pipeline, error, messages)
             return None, [], fail_all(messages, status_of(error), scope)

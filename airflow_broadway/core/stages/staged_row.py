@@ -197,7 +197,6 @@ class _Conversion:
             converter = parse_schema(batcher.schema).converter(read_back=read_back)
             self.dump_data, self.dropped = converter, converter.dropped
         self._keys: dict[Any, str] = {}
-        self._last: tuple[Any, str] = (self, "")
 
     def _plain(self, data: Any) -> bytes | str | None:
         """Returns bytes and ``None`` unchanged, anything else as text."""
@@ -214,15 +213,12 @@ class _Conversion:
         return counted
 
     def key_text(self, key: Any) -> str:
-        if key is not self._last[0]:
-            self._last = key, self._cached_text(key)
-        return self._last[1]
-
-    def _cached_text(self, key: Any) -> str:
-        kind = type(key)
-        if kind not in _CACHED_TYPES:
-            return self._key_text(key)
-        cache_key = key if kind is str else (kind, key)  # True and 1 are equal, but distinct keys
+        cache_key = key
+        if type(key) is not str:
+            kinds = tuple(map(type, key)) if type(key) is tuple else (type(key),)
+            if not _CACHED_TYPES.issuperset(kinds):
+                return self._key_text(key)
+            cache_key = kinds, key  # True and 1 are equal, but distinct keys
         text = self._keys.get(cache_key)
         if text is None:
             if len(self._keys) >= _CACHED_KEYS:

@@ -10,9 +10,10 @@ import pytest
 
 from airflow_broadway.core import collector
 from airflow_broadway.core.collector import look_after, rare_collections
-from airflow_broadway.core.local.run import run_local
 from airflow_broadway.core.model.message import Message
-from tests.unit.runs.steps import Run, Sums
+from airflow_broadway.core.stages.receiving import Budget
+from airflow_broadway.runs.tasks import UnstagedTask
+from tests.unit.runs.steps import PlainSums, Run, Sums
 
 
 @pytest.fixture(autouse=True)
@@ -63,19 +64,14 @@ class LeavingRings(Sums):
     thresholds: ClassVar[set[int]] = set()
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
-        self.leave()
-        return message
-
-    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
-        for _ in messages:
-            self.leave()
-        return messages
-
-    def leave(self) -> None:
         self.rings.append(weakref.ref(Ring()))
         self.thresholds.add(gc.get_threshold()[0])
         alive = sum(ring() is not None for ring in self.rings)
-        type(self).most = max(self.most, alive)
+        LeavingRings.most = max(self.most, alive)
+        return message
+
+    def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
+        return [self.handle_message("", message, context) for message in messages]
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -85,14 +81,15 @@ def test_cycles_of_callbacks_are_collected_rarely_but_bounded_by_bytes(
     monkeypatch.setattr(collector, "_BYTES", 100)
     monkeypatch.setattr(LeavingRings, "rings", [])
     monkeypatch.setattr(LeavingRings, "most", 0)
+    monkeypatch.setattr(LeavingRings, "thresholds", set())
     before = gc.get_threshold()
-    run = Run(tmp_path, pipeline=LeavingRings, numbers=range(400))
+    kinds = (LeavingRings,) if staged else (LeavingRings, PlainSums)  # without batchers
+    run = Run(tmp_path, pipeline=type("Leaving", kinds, {"name": "Sums"}), numbers=range(400))
     if staged:
         run.all()
     else:
-        run_local(run.pipeline)
-    assert len(LeavingRings.rings) == 800
-    assert LeavingRings.most < 400
+        UnstagedTask(run.staged, run.pipeline, run.task(), run.ports, budget=Budget()).run()
+    assert 0 < LeavingRings.most < 300 < len(LeavingRings.rings)
     assert LeavingRings.thresholds == {50_000}
     assert gc.get_threshold() == before
 

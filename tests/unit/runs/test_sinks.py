@@ -19,7 +19,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from airflow_broadway import Batcher, BatchInfo, Message, Rows
-from airflow_broadway.core.errors import BroadwayError, OptionsError, PipelineError
+from airflow_broadway.core.errors import BroadwayError, OptionsError, PipelineError, StagingDamaged
 from airflow_broadway.core.formats.ownership import OwnershipLost
 from airflow_broadway.core.formats.record_batch import BatchRecorder
 from airflow_broadway.core.local.run import run_local
@@ -31,7 +31,7 @@ from airflow_broadway.runs.tasks import BatchTask
 from airflow_broadway.sinks import DeltaTable, ParquetFolder, PostgresTable
 from airflow_broadway.sinks.parquet import _Disk
 from airflow_broadway.staging.settling.settlement import begin_settlement
-from tests.unit.runs.steps import Point, Run, Sums, dies, note, precede
+from tests.unit.runs.steps import Point, Run, Sums, balanced, dies, note, precede
 
 COMMIT = "airflow_broadway.runs.sinks:Commits.commit"
 RECORD = "airflow_broadway.core.formats.record_batch:BatchRecorder.record"
@@ -44,10 +44,7 @@ class Folder(Sums):
     name = "Sums"
     batchers = {
         "default": Batcher(
-            engine="python",
-            batch_size=10,
-            batch_timeout=None,
-            sink=ParquetFolder(path="/replaced"),
+            engine="python", batch_size=10, batch_timeout=None, sink=ParquetFolder(path="/replaced")
         )
     }
 
@@ -97,6 +94,21 @@ def after_death(run: Run) -> None:
     later = make(run.folder, "manual__2", finished=[run.run_id], create=False)
     batch(later, later.process())
     later.ack()
+
+
+@pytest.mark.parametrize("pipeline", [Sums, Folder])
+def test_undecodable_metadata_fails_no_message(tmp_path, monkeypatch, pipeline):
+    monkeypatch.setattr("airflow_broadway.staging.batch_reader.load_metadata", {}.__getitem__)
+    monkeypatch.setattr(
+        pipeline, "handle_batch", lambda self, name, messages, *_: messages[0].metadata
+    )
+    run = Run(tmp_path) if pipeline is Sums else make(tmp_path)
+    run.send([1, 2])
+
+    with pytest.raises(StagingDamaged, match="cannot be decoded"):
+        batch(run, run.process())
+
+    assert (balanced(run.ack())["released"], run.dead()) == (2, [])
 
 
 def test_rows_are_committed_and_their_messages_settled(run: Run) -> None:

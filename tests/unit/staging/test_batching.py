@@ -54,6 +54,20 @@ def test_batch_timeout_counts_from_receipt(tmp_path):
     assert sizes_of(run, plan, batches) == [([0, 1], "timeout"), ([2], "flush")]
 
 
+@pytest.mark.parametrize("engine", ["python", "spark"])
+def test_splitter_gets_settled_messages_with_their_metadata(tmp_path, engine):
+    metadata: list[Any] = []
+
+    def split(settled, so_far):
+        metadata.append(settled.ack_immediately().metadata)
+        return "cont", so_far
+
+    options: Any = {"engine": engine, "batch_size": (0, split), "max_demand": 10}
+    run, pipeline = open_run(tmp_path), python_pipeline(**options)
+    plan_of(run, pipeline, publish(run, pipeline, [stream(2, metadata={"key": '{"!":1}'})]))
+    assert metadata == [{"key": '{"!":1}'}] * 2
+
+
 def test_default_timeout_does_not_split_staged_batches(tmp_path):
     # Given messages that came two seconds apart, and Broadway's timeout of one second by default
     run = open_run(tmp_path)
