@@ -117,13 +117,13 @@ class BatchReader:
             return self._cache[key]
         table = self._opened(file).read(group)
         batches: Any = table["batch"].to_pylist()
-        kept = batches, messages_of(table, self._plan.schema, self._plan.batcher, python=True)
-        self._cache[key] = kept
+        rows = batches, messages_of(table, self._plan.schema, self._plan.batcher, python=True)
+        self._cache[key] = rows
         self._cached += table.num_rows
         while self._cached > CACHED_MESSAGES and len(self._cache) > 1:
             _, (_, dropped) = self._cache.popitem(last=False)
             self._cached -= len(dropped)
-        return kept
+        return rows
 
     def _opened(self, file: int) -> ParquetFile:
         if file not in self._open:
@@ -134,9 +134,9 @@ class BatchReader:
         self._open.move_to_end(file)
         return self._open[file]
 
-    def _close(self, kept: int) -> None:
-        """Closes files until at most ``kept`` are open."""
-        while len(self._open) > kept:
+    def _close(self, limit: int) -> None:
+        """Closes files until at most ``limit`` are open."""
+        while len(self._open) > limit:
             self._open.popitem(last=False)[1].close()
 
 

@@ -44,10 +44,7 @@ class Folder(Sums):
     name = "Sums"
     batchers = {
         "default": Batcher(
-            engine="python",
-            batch_size=10,
-            batch_timeout=None,
-            sink=ParquetFolder(path="/replaced"),
+            engine="python", batch_size=10, batch_timeout=None, sink=ParquetFolder(path="/replaced")
         )
     }
 
