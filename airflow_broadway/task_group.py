@@ -194,7 +194,7 @@ def make_task_group(
 
 
 def _check_arguments(
-    path: str, function: Callable[..., Any], of: Callable[..., Any], given: Mapping[str, Any]
+    path: str, function: Callable[..., Any], of: Callable[..., Any], args: Mapping[str, Any]
 ) -> None:
     """Refuses an argument that neither the function nor the Airflow class accepts.
 
@@ -202,13 +202,13 @@ def _check_arguments(
     """
     named = [*signature(function).parameters.values(), *signature(of).parameters.values()]
     valid = {item.name for item in named if item.kind is not Parameter.VAR_KEYWORD} - {"pipeline"}
-    for name, value in given.items():
+    for name, value in args.items():
         if name not in valid:
             raise OptionsError.unknown(f"{path}.{name}", value, valid)
 
 
 def _process_tasks(
-    pipeline: Pipeline, common: Mapping[str, Any], given: Mapping[str, Any]
+    pipeline: Pipeline, common: Mapping[str, Any], args: Mapping[str, Any]
 ) -> MappedOperator:
     """Creates a task for each of the producer's ``concurrency``."""
     concurrency = pipeline.producer.concurrency
@@ -218,24 +218,24 @@ def _process_tasks(
             "a number, not a template: it says how many process tasks the Dag has",
             concurrency,
         )
-    task = BroadwayProcessorOperator.partial(task_id="process", **common, **given)
+    task = BroadwayProcessorOperator.partial(task_id="process", **common, **args)
     return task.expand(producer_index=list(range(concurrency)))
 
 
 def _batch_arguments(
-    pipeline: Pipeline, batcher: str, given: Mapping[str, Any]
+    pipeline: Pipeline, batcher: str, args: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Returns a batcher task's arguments, with the batcher's outlets if it handles the batches."""
     if pipeline.batchers[batcher].engine == "spark":
-        return given
-    return with_outlets(given, pipeline, [batcher])
+        return args
+    return with_outlets(args, pipeline, [batcher])
 
 
 def _spark_tasks(
     pipeline: Pipeline,
     batchers: Mapping[str, BroadwayBatcherOperator],
     common: Mapping[str, Any],
-    given: Mapping[str, Any],
+    args: Mapping[str, Any],
 ) -> list[BaseOperator]:
     """Creates a task for all Spark batchers, and one for each with ``own_application``."""
     names = [name for name, options in pipeline.batchers.items() if options.engine == "spark"]
@@ -243,8 +243,8 @@ def _spark_tasks(
     tasks: list[tuple[str, list[str]]] = [("handle_batches", shared)] if shared else []
     tasks += [(f"handle_batches.{name}", [name]) for name in names if name not in shared]
     if not tasks:
-        if given:
-            raise OptionsError("spark", "no arguments, since no batcher uses Spark", dict(given))
+        if args:
+            raise OptionsError("spark", "no arguments, since no batcher uses Spark", dict(args))
         return []
     from airflow_broadway.operators.spark_submit import (
         BroadwaySparkSubmitOperator,
@@ -255,7 +255,7 @@ def _spark_tasks(
             task_id=task_id,
             batches=[batchers[name].output for name in batch_names],
             **common,
-            **with_outlets(given, pipeline, batch_names),
+            **with_outlets(args, pipeline, batch_names),
         )
         for task_id, batch_names in tasks
     ]
@@ -322,30 +322,30 @@ def make_dag(
     :param kwargs: Their ``schedule`` may be what :func:`airflow_broadway.backlog` returns.
     """
     _check_arguments("dag", make_dag, DAG, kwargs)
-    given = {
+    args = {
         "schedule": None,
         "catchup": False,
         "max_active_runs": 1,
         "params": make_params(),
         **kwargs,
     }
-    if isinstance(given["schedule"], Backlog):
-        given["schedule"] = _backlog_asset(pipeline, dag_id, given, staging)
+    if isinstance(args["schedule"], Backlog):
+        args["schedule"] = _backlog_asset(pipeline, dag_id, args, staging)
     # The UI shows the class's own docstring, not an inherited one.
     own = type(pipeline).__dict__.get("__doc__")
-    given.setdefault("doc_md", cleandoc(own) if own else None)
+    args.setdefault("doc_md", cleandoc(own) if own else None)
     if run is not None:
         from airflow_broadway.operators.run import BroadwayRunOperator
 
         stages = {"process": process, "batch": batch, "spark": spark, "ack": ack}
         for name, value in stages.items():
             if value is not None:
-                raise OptionsError(f"dag.{name}", "no value beside run, the only task", value)
-        with DAG(dag_id, default_args={**DEFAULT_ARGS, **(default_args or {})}, **given) as dag:
+                raise OptionsError(f"dag.{name}", "no value with run, the only task", value)
+        with DAG(dag_id, default_args={**DEFAULT_ARGS, **(default_args or {})}, **args) as dag:
             BroadwayRunOperator(task_id="run", pipeline=pipeline, staging=staging, **run)
         _check_lease(pipeline, dag, "run", run)
         return dag
-    with DAG(dag_id, **given) as dag:
+    with DAG(dag_id, **args) as dag:
         make_task_group(
             pipeline,
             process=process,
@@ -359,10 +359,10 @@ def make_dag(
 
 
 def _backlog_asset(
-    pipeline: Pipeline, dag_id: str, given: Mapping[str, Any], staging: str | None
+    pipeline: Pipeline, dag_id: str, args: Mapping[str, Any], staging: str | None
 ) -> Asset:
     """Returns the asset whose events start the Dag, with the trigger that watches the queue."""
-    bounds: Backlog = given["schedule"]
+    bounds: Backlog = args["schedule"]
     from airflow_broadway.triggers.backlog import BroadwayBacklogTrigger
 
     trigger = BroadwayBacklogTrigger(
@@ -371,7 +371,7 @@ def _backlog_asset(
         min_messages=bounds.min_messages,
         max_age=bounds.max_age,
         poke_interval=bounds.poke_interval,
-        max_runs=given["max_active_runs"],
+        max_runs=args["max_active_runs"],
         staging=staging,
     )
     return Asset(

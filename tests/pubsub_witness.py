@@ -12,12 +12,12 @@ from google.pubsub_v1.types import pubsub as types
 from tests.pubsub_server import PubSubServer
 from tests.tls import Authority
 
-__all__ = ["Asked", "Witness"]
+__all__ = ["RecordedRequest", "Witness"]
 
 _NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
-class Asked(NamedTuple):
+class RecordedRequest(NamedTuple):
     """One request, e.g. of ``"Pull"``, as protobuf, and its metadata."""
 
     call: str
@@ -28,7 +28,7 @@ class Asked(NamedTuple):
 class Witness(PubSubServer):
     """A recording proxy for a server.
 
-    ``asked`` is what came by, in the order of its arrival.
+    ``requests`` are those that it forwarded, in the order of their arrival.
 
     :param authority: Signs its certificate; ``None``: it is plain.
     """
@@ -36,7 +36,7 @@ class Witness(PubSubServer):
     kind: ClassVar[str] = "witness"
 
     def __init__(self, server: PubSubServer, authority: Authority | None = None) -> None:
-        self.asked: list[Asked] = []
+        self.requests: list[RecordedRequest] = []
         self._behind = grpc.insecure_channel(server.host, options=_NO_LIMIT)
         self._server = grpc.server(ThreadPoolExecutor(16, "pubsub-witness"), options=_NO_LIMIT)
         self._server.add_generic_rpc_handlers((_Through(self._behind, self._keep),))
@@ -60,7 +60,7 @@ class Witness(PubSubServer):
     def _keep(self, call: str, request: bytes, context: grpc.ServicerContext) -> None:
         read = getattr(types, f"{call}Request").pb().FromString(request)
         metadata = {item.key: item.value for item in context.invocation_metadata()}
-        self.asked.append(Asked(call, read, metadata))
+        self.requests.append(RecordedRequest(call, read, metadata))
 
 
 class _Through(grpc.GenericRpcHandler):  # type: ignore[misc]

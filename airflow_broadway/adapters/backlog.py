@@ -62,7 +62,7 @@ def check_age(queues: WatchedQueues, bounds: Backlog, path: str) -> None:
 
     :raises OptionsError: If only the age is bounded, and the broker does not report it.
     """
-    if bounds.min_messages is None and not queues.tells_age:
+    if bounds.min_messages is None and not queues.reports_oldest_age:
         kind = queues.producers[0].kind
         raise OptionsError(
             f"{path}.max_age", f"min_messages as well: {kind} reports no age", bounds.max_age

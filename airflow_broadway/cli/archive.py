@@ -8,7 +8,7 @@ from airflow_broadway.adapters.staging import open_existing_store
 from airflow_broadway.cli.output import CommandError, Result
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.model.run_source import Interval
-from airflow_broadway.core.text import many, table
+from airflow_broadway.core.text import pluralize, table
 from airflow_broadway.runs.reading.runs import check_pipeline
 from airflow_broadway.staging.archive.reader import look
 from airflow_broadway.staging.archive.table import archive_folder, purge, start_of
@@ -58,8 +58,8 @@ def _purge(folder: Folder, args: argparse.Namespace) -> Result:
     if not args.yes:
         raise CommandError(
             f"nothing was removed: use --yes to remove {args.interval} for good (now"
-            f" {many(look(folder, args.interval).messages, 'message')})"
+            f" {pluralize(look(folder, args.interval).messages, 'message')})"
         )
     result = purge(folder, args.interval)
-    text = f"Removed {many(result.messages, 'message')} of {many(result.hours, 'hour')}."
+    text = f"Removed {pluralize(result.messages, 'message')} of {pluralize(result.hours, 'hour')}."
     return Result(result._asdict(), [text])

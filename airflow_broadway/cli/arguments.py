@@ -35,8 +35,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
-        version = f"airflow-broadway {__version__}"
-        self.add_argument("--version", action="version", version=version)
+        self.add_argument("--version", action="version", version=f"airflow-broadway {__version__}")
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{printable(message)} (see {self.prog} --help)")

@@ -63,9 +63,9 @@ def check(args: argparse.Namespace) -> Result:
             findings.append(Finding("warning", "no Dag has a pipeline: pass --pipeline REF"))
     started = []
     for reference in references:
-        found = [*_guarded(_pipeline, reference, args, tasks)]
-        findings += found
-        if not any(finding.level == "error" for finding in found):
+        own = [*_guarded(_pipeline, reference, args, tasks)]
+        findings += own
+        if not any(finding.level == "error" for finding in own):
             started.append(f"A run of {pipeline_of(reference).name} can begin.")
     findings = sorted(dict.fromkeys(findings), key=lambda finding: _ORDER.index(finding.level))
     failed = any(finding.level == "error" for finding in findings)
@@ -110,12 +110,12 @@ def _versions() -> Findings:
         )
     for line in requires("airflow-broadway") or ():
         wanted = Requirement(line)
-        found = _version(wanted.name)
-        if found and not wanted.specifier.contains(found, prereleases=True):
+        number = _version(wanted.name)
+        if number and not wanted.specifier.contains(number, prereleases=True):
             required = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
             yield Finding(
                 "error" if required else "warning",
-                f"{wanted.name} {found} is installed, and airflow-broadway {__version__} needs"
+                f"{wanted.name} {number} is installed, and airflow-broadway {__version__} needs"
                 f" {wanted.specifier}: pip install '{wanted.name}{wanted.specifier}'",
             )
 

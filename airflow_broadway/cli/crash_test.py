@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow_broadway.cli.output import CommandError, Result
-from airflow_broadway.core.text import many, printable
+from airflow_broadway.core.text import pluralize, printable
 from airflow_broadway.testing.crashes.campaign import Family, Totals, UnsoundPipeline
 from airflow_broadway.testing.crashes.case import Case
 from airflow_broadway.testing.crashes.case import Result as CaseResult
@@ -115,12 +115,13 @@ class _Progress:
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
-        self._cases = self._done = self._failed = 0
+        self._cases = ""
+        self._done = self._failed = 0
         self._reported_at = time.monotonic()
 
     def begin(self, cases: int) -> None:
-        self._cases = cases
-        self._print(f"{many(cases, 'case')} to run")
+        self._cases = pluralize(cases, "case")
+        self._print(f"{self._cases} to run")
 
     def add(self, result: CaseResult) -> None:
         self._done += 1
@@ -128,7 +129,7 @@ class _Progress:
         now = time.monotonic()
         if now - self._reported_at >= (_INTERVAL_ON_TERMINAL if self._terminal else _INTERVAL):
             self._reported_at = now
-            self._print(f"{self._done:,} of {many(self._cases, 'case')}, {self._failed:,} failed")
+            self._print(f"{self._done:,} of {self._cases}, {self._failed:,} failed")
 
     def end(self) -> None:
         if self._terminal:

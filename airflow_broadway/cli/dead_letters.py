@@ -20,7 +20,7 @@ from airflow_broadway.core.custody.dead_letters import EVERY, Choice, DeadLetter
 from airflow_broadway.core.custody.run_summary import SHOWN_REASONS
 from airflow_broadway.core.custody.verdicts import MAX_REASON
 from airflow_broadway.core.text import cut as cut_bytes
-from airflow_broadway.core.text import many, table
+from airflow_broadway.core.text import pluralize, table
 from airflow_broadway.runs.reading.payload import hex_lines
 from airflow_broadway.staging.archive.letters import ArchiveLetters
 from airflow_broadway.staging.archive.table import archive_folder
@@ -199,7 +199,7 @@ def _move(dlq: DeadLetters, args: argparse.Namespace) -> Result:
         moved, word, text = dlq.requeue(choice, to=args.to), "requeued", "Requeued {} from {}."
     else:
         moved, word, text = dlq.delete(choice), "deleted", "Deleted {} of {}."
-    lines = [text.format(many(moved.count, "dead letter"), dlq.place)]
+    lines = [text.format(pluralize(moved.count, "dead letter"), dlq.place)]
     if moved.unknown:
         lines.append(_UNKNOWN.format("it", ", ".join(moved.unknown)))
     lines += [f"{key} stays: {cut(reason, 300)}" for key, reason in moved.refused.items()]
@@ -237,7 +237,7 @@ def _format_letter(letter: DeadLetter, args: argparse.Namespace) -> list[str]:
         f"{name + ':':<12}{value}" for name, value in fields.items() if value not in ("", None)
     ]
     body = letter.body[: args.bytes or _BYTES]
-    lines.append(f"{'payload:':<12}{many(len(letter.body), 'byte')}")
+    lines.append(f"{'payload:':<12}{pluralize(len(letter.body), 'byte')}")
     if len(body) < len(letter.body):
         lines[-1] += f", of which these are the first {len(body):,} (--bytes shows more)"
     return [*lines, *_format_payload(body, letter.body, args.format)]

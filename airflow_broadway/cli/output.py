@@ -55,14 +55,14 @@ def only_results_on_stdout() -> Iterator[None]:
 def silenced() -> Iterator[None]:
     """Discards standard error, also of loggers and child processes that write to it directly."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    original = os.dup(2)
     with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
         os.dup2(nowhere.fileno(), 2)
         try:
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(original, 2)
+            os.close(original)
 
 
 class _EscapingFormatter(logging.Formatter):

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from airflow_broadway.cli.output import CommandError, Result
 from airflow_broadway.core.errors import BroadwayError
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.producers.sqlite.producer import path_of
 from airflow_broadway.producers.sqlite.queue import SqliteQueue
 
@@ -50,11 +50,11 @@ def _send(target: SqliteQueue, args: argparse.Namespace) -> Result:
     except (BroadwayError, OSError) as error:
         if not sent:
             raise
-        raise CommandError(f"sent {many(sent, 'message')}, then: {error}") from error
+        raise CommandError(f"sent {pluralize(sent, 'message')}, then: {error}") from error
     if not sent:
         source = "standard input" if args.input == "-" else repr(args.input)
         raise CommandError(f"nothing was sent: {source} has no line, or only empty ones")
-    return Result({"sent": sent}, [f"Sent {many(sent, 'message')} to {target.name!r}."])
+    return Result({"sent": sent}, [f"Sent {pluralize(sent, 'message')} to {target.name!r}."])
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
-def many(number: int, noun: str, plural: str = "") -> str:
+def pluralize(number: int, noun: str, plural: str = "") -> str:
     """Formats a count with its noun: ``1 batch``, ``2 batches``, ``12,345 messages``."""
     more = plural or f"{noun}{'es' if noun.endswith(('s', 'x', 'ch')) else 's'}"
     return f"{number:,} {noun if number == 1 else more}"
@@ -19,7 +19,7 @@ def many(number: int, noun: str, plural: str = "") -> str:
 
 def without_outcome(left: int, batches: int) -> str:
     """Formats a count: ``1 of 3 batches has no outcome``, ``2 of 3 batches have no outcome``."""
-    return f"{left:,} of {many(batches, 'batch')} {'has' if left == 1 else 'have'} no outcome"
+    return f"{left:,} of {pluralize(batches, 'batch')} {'has' if left == 1 else 'have'} no outcome"
 
 
 def printable(text: object) -> str:

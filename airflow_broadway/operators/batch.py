@@ -14,7 +14,7 @@ from airflow_broadway.adapters.links import ALL_TASKS
 from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.adapters.parsing import check_engine, declared, pipeline_ref
 from airflow_broadway.core.errors import OptionsError
-from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.core.text import pluralize, without_outcome
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -97,8 +97,8 @@ class BroadwayBatcherOperator(LineageMixin, BaseOperator):
             )
         self.log.info(
             "%s in %s, by trigger: %s.",
-            many(plan.messages, "message"),
-            many(plan.batches, "batch"),
+            pluralize(plan.messages, "message"),
+            pluralize(plan.batches, "batch"),
             plan.triggers,
         )
         counts = task.handle(plan)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.providers.common.compat.sdk import AirflowFailException
 
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.operators.pull import PullOperator
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class BroadwayProcessorOperator(PullOperator):
             # Cleared alone: without this check the run would succeed with its messages held.
             host.ti.xcom_push(key="return_value", value=reference)
             raise AirflowFailException(
-                f"{many(reference['received'], 'message')} are received and held, and {ended!r} of"
-                " this run, which would settle them, has ended: clear it, and the tasks between,"
-                " too.  Otherwise the next run releases these messages"
+                f"{pluralize(reference['received'], 'message')} are received and held, and"
+                f" {ended!r} of this run, which would settle them, has ended: clear it, and the"
+                " tasks between, too.  Otherwise the next run releases these messages"
             )
         return reference
 

@@ -40,7 +40,7 @@ from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.connections import to_variable
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.reference import make_ref
-from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.core.text import pluralize, without_outcome
 from airflow_broadway.core.version import __version__
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
             raise OptionsError("staging_client", f"one of {', '.join(CLIENTS)}", staging_client)
         check_submission(kwargs)
         if remote is not None and "conn_id" in kwargs:
-            raise OptionsError("remote", "no value beside conn_id", remote)
+            raise OptionsError("remote", "no value with conn_id", remote)
         for name in ("application", "application_args", "java_class"):
             if kwargs.get(name):
                 raise OptionsError(
@@ -175,7 +175,7 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
             raise AirflowSkipException("No batcher has a batch.")
         if ending is Ending.VOID:
             raise AirflowFailException(
-                f"{many(len(batches.void), 'batch')} without an outcome can get none:"
+                f"{pluralize(len(batches.void), 'batch')} without an outcome can get none:"
                 f" {next(iter(batches.void.values()))}"
             )
         if ending is Ending.OPEN:
@@ -529,6 +529,6 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
             self.log.error(
                 "%d of %s failed whole: see the outcomes, and the driver's log.",
                 reference["failed"],
-                many(reference["batches"], "batch"),
+                pluralize(reference["batches"], "batch"),
             )
         return reference

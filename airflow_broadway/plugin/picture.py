@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from airflow_broadway.core.custody.report import CLASSES
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.plugin.declared import PipelineTasks, StageTask
 from airflow_broadway.plugin.render import count as format_count
 from airflow_broadway.runs.reading.overview import Flow, Overview
@@ -284,7 +284,7 @@ def _add_batchers(
         state, tone = word_for(task.state if task else None)
         if flow.planned is not None and handler is task:  # one task does both
             state, tone = "", ""
-        line = many(flow.batches, "batch") if flow.batches else ""
+        line = pluralize(flow.batches, "batch") if flow.batches else ""
         box = picture.place(
             _BATCH, index, len(flows), title=flow.batcher, line=line, state=state, tone=tone
         )

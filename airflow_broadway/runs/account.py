@@ -20,7 +20,7 @@ from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.isolation import CRASHED
 from airflow_broadway.core.formats.layout import VERSION
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.staging.errors import SETTING
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.retention import mark_balanced
@@ -133,8 +133,8 @@ def unseen(
     named = [row for row in references if "root_id" in row]  # a dry run stages nothing
     elsewhere = [row for row in named if row["root_id"] != run.store.root_id()]
     if elsewhere:
-        received = many(sum(reference["received"] for reference in elsewhere), "message")
-        tasks = many(len(elsewhere), "process task")
+        received = pluralize(sum(reference["received"] for reference in elsewhere), "message")
+        tasks = pluralize(len(elsewhere), "process task")
         try:
             run.store.check_roots(elsewhere)
         except StagingError as error:
@@ -143,13 +143,13 @@ def unseen(
     if not differing:
         return ""
     first = differing[0]
-    others = f", and so do {many(len(differing) - 1, 'other')}" if len(differing) > 1 else ""
+    others = f", and so do {pluralize(len(differing) - 1, 'other')}" if len(differing) > 1 else ""
     return (
         f"the reference of generation {first['generation']} names"
-        f" {many(first['received'], 'message')} that host {first['host']!r} staged under the root"
-        f" {first['root_id']}{others}, and host {host_name()!r} sees"
-        f" {many(_published(run, first['generation']), 'message')} of it under the same root in"
-        f" {run.store.uri}/{run.path}: they {effect}; set {SETTING} to a folder that all hosts"
+        f" {pluralize(first['received'], 'message')} that host {first['host']!r} staged under the"
+        f" root {first['root_id']}{others}, and host {host_name()!r} sees"
+        f" {pluralize(_published(run, first['generation']), 'message')} of it under the same root"
+        f" in {run.store.uri}/{run.path}: they {effect}; set {SETTING} to a folder that all hosts"
         " share if one root is a copy of another, restore the files if they were removed"
         f"{'' if settles_itself else ', or clear the process task'}"
     )

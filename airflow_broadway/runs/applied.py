@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.runs.ports import Ports
 from airflow_broadway.runs.settle import settle
 from airflow_broadway.runs.sinks import sink_batchers
@@ -111,7 +111,7 @@ class AppliedMessages:
             ids = identities.keys() & {message.message_id for message in others}
             self._claims.reduce({key: identities[key] for key in ids}, redelivered)
         if released:
-            log.info("%s released: another run holds copies.", many(len(released), "message"))
+            log.info("%s released: another run holds copies.", pluralize(len(released), "message"))
         return copies, applied, released, others
 
     def _identities(self, messages: Sequence[Message]) -> dict[str, str]:

@@ -28,7 +28,7 @@ from airflow_broadway.core.model.connections import Connections
 from airflow_broadway.core.model.sink import Commit, CommitRefused, SinkClient, SinkEnv, SinkError
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.ddl import parse_schema
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.staging.arrow_schema import arrow_struct
 from airflow_broadway.staging.names import encode_name
 from airflow_broadway.staging.received import plain_text, received_rows
@@ -131,7 +131,7 @@ def commit_rows_of(
         for number, part in enumerate(_parts(rows, lambda row: row["payload"])):
             writer.commit(f"{record.generation}.{number:05d}", part)
             count += len(part)
-    log.info("%s: rows of %s.", writer.uri, many(count, "dead letter"))
+    log.info("%s: rows of %s.", writer.uri, pluralize(count, "dead letter"))
 
 
 class _Table:

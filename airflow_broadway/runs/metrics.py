@@ -80,12 +80,12 @@ class Metrics:
         self.count(Metric.RELEASED, report.released)
         self.count(Metric.LAPSED, report.lapsed)
 
-    def depth(self, depth: QueueDepth, *, tells_age: bool = True) -> None:
+    def depth(self, depth: QueueDepth, *, reports_oldest_age: bool = True) -> None:
         """Sends the queue's backlog and the age of its oldest message.
 
-        :param tells_age: Whether its broker reports ages.  If not, an empty queue must not set the
-            gauge to 0, because the gauge would keep that value for later messages.
+        :param reports_oldest_age: Whether its broker reports ages.  If not, an empty queue must not
+            set the gauge to 0, because the gauge would keep that value for later messages.
         """
         self.gauge(Metric.QUEUE_DEPTH, depth.ready)
-        if tells_age and (depth.oldest_age is not None or not depth.ready):
+        if reports_oldest_age and (depth.oldest_age is not None or not depth.ready):
             self.gauge(Metric.QUEUE_OLDEST_AGE, depth.oldest_age or 0.0)

@@ -41,7 +41,7 @@ from airflow_broadway.core.stages.rate_limiter import RateLimiter, RateState
 from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of, enqueued_of
 from airflow_broadway.core.stages.staged_row import RowConverter
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.runs.applied import AppliedMessages
 from airflow_broadway.runs.poison.suspects import suspects_of
 from airflow_broadway.runs.ports import Ports, open_generation
@@ -240,8 +240,8 @@ class Process:
             raise PipelineError(
                 f"the source {run_source.kind!r} was not read to its end (stopped by"
                 f" {receiving.ended or self._stop.reason()!r}, after"
-                f" {many(receiving.received, 'message')}): its results do not count; if the task"
-                " has an execution_timeout, increase it"
+                f" {pluralize(receiving.received, 'message')}): its results do not count; if the"
+                " task has an execution_timeout, increase it"
             )
         self.timed_out = self._stop.reason() == "interrupted"
         return receiving
@@ -291,7 +291,7 @@ class Process:
             clock=self.env.clock,
             limiter=RateLimiter(producer.rate_limiting, self.env.clock, self.rate_state),
             demand=demand_of(self.pipeline),
-            most=producer.most_at_once,
+            most=producer.max_fetch,
             accept=accept,
             stop_reason=self._stop.reason,
             enqueued_at=enqueued_of(self.pipeline),
@@ -312,8 +312,8 @@ class Process:
     ) -> Manifest:
         if written.count != receiving.received:
             raise StagingError(
-                f"received {many(receiving.received, 'message')} and staged {written.count}: all of"
-                " them are released; this is a bug in airflow-broadway, please report it"
+                f"received {pluralize(receiving.received, 'message')} and staged {written.count}:"
+                " all of them are released; this is a bug in airflow-broadway, please report it"
             )
         manifest = Manifest(
             generation=self.env.generation,
@@ -344,7 +344,7 @@ class Process:
         self.staged.publish(manifest)
         log.info(
             "Received %s (%d bytes) in generation %s; %d failed; to batchers: %s; stopped by %s.",
-            many(manifest.received, "message"),
+            pluralize(manifest.received, "message"),
             manifest.received_bytes,
             manifest.generation,
             manifest.failed,
@@ -376,7 +376,7 @@ class Process:
         """Releases all messages of this execution."""
         try:
             report = self._release(self._source.lease)
-            log.warning("Released %s of this execution.", many(report.released, "message"))
+            log.warning("Released %s of this execution.", pluralize(report.released, "message"))
             for error in report.errors:
                 log.error("%s", error)
         except (BroadwayError, OSError) as error:

@@ -46,7 +46,7 @@ from airflow_broadway.core.stages.batch_processor import BatchProcessorStage, Ba
 from airflow_broadway.core.stages.failure_log import Reasons
 from airflow_broadway.core.stages.stop import STOP_CHECK_INTERVAL, Stop
 from airflow_broadway.core.stages.worker_pool import WorkerPool
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.runs.ports import Ports, producer_env
 from airflow_broadway.runs.sinks import Commits
 from airflow_broadway.staging.batch_reader import BatchReader
@@ -283,7 +283,7 @@ class _BatchSink:
         messages = self._messages = self._reader.read(planned, self._acknowledger)
         if len(messages) != planned.size:  # an unread message would count as a success
             raise StagingError(
-                f"batch {planned.batch_id} holds {many(planned.size, 'message')}, but"
+                f"batch {planned.batch_id} holds {pluralize(planned.size, 'message')}, but"
                 f" {len(messages)} were read from {self._batches.plan.path}: its files are damaged;"
                 " clear the process task"
             )

@@ -32,7 +32,7 @@ from airflow_broadway.core.model.sink import Commit, Sink, SinkClient, SinkEnv, 
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.ddl import parse_schema
 from airflow_broadway.core.stages.batch_processor import CommitRows
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord, StagedRun, iter_unsettled
@@ -302,7 +302,8 @@ def resolve(
         for plan, batches in in_doubt:
             if batches:
                 plan.check_sink(pipeline.batchers[batcher].commits_uri)
-        log.info("%s of %r without an outcome: ruling them out.", many(len(ids), "batch"), batcher)
+        count = pluralize(len(ids), "batch")
+        log.info("%s of %r without an outcome: ruling them out.", count, batcher)
         with closing(open_sink(pipeline, batcher, connections)) as client:
             landed = client.rule_out(list(dict.fromkeys(ids)))
         for plan, batches in in_doubt:

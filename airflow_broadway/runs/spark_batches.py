@@ -19,7 +19,7 @@ from airflow_broadway.core.formats.isolation import MOST_PROCESSES
 from airflow_broadway.core.formats.work import Work
 from airflow_broadway.core.model.run_info import RunInfo
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.core.text import pluralize, without_outcome
 from airflow_broadway.runs.outcomes import is_settled, log_settled
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.poison.isolation import Isolation
@@ -100,10 +100,10 @@ class SparkBatches:
         missing = [path for path in planned_by if not files.exists(f"{path}/plan.jsonl")]
         hosts = sorted({repr(planned_by[path]["host"]) for path in missing})
         return (
-            f"{many(len(missing), 'plan')} of batches that host {', '.join(hosts)} wrote are not in"
-            f" {self.staged.store.uri}/{self.staged.path} as host {host_name()!r} sees it, though"
-            f" the root has the same id: set {SETTING} to a folder that all hosts share if one root"
-            " is a copy of another, or clear the batch tasks if the files were removed"
+            f"{pluralize(len(missing), 'plan')} of batches that host {', '.join(hosts)} wrote are"
+            f" not in {self.staged.store.uri}/{self.staged.path} as host {host_name()!r} sees it,"
+            f" though the root has the same id: set {SETTING} to a folder that all hosts share if"
+            " one root is a copy of another, or clear the batch tasks if the files were removed"
         )
 
     def begin(self) -> Ending:
@@ -111,7 +111,7 @@ class SparkBatches:
         plans = self.plans
         ending = self._ending()
         if ending is Ending.DONE:
-            log.info("%s, each with an outcome: nothing to do.", many(plans.total, "batch"))
+            log.info("%s, each with an outcome: nothing to do.", pluralize(plans.total, "batch"))
         elif ending is Ending.OPEN:
             log.info("%s yet.", without_outcome(plans.left - len(self.void), plans.total))
         elif ending is Ending.VOID and all(
@@ -120,7 +120,7 @@ class SparkBatches:
             log.info(
                 "%s without an outcome; the messages were released: the run was settled before they"
                 " were handled.",
-                many(len(self.void), "batch"),
+                pluralize(len(self.void), "batch"),
             )
             ending = Ending.RELEASED
         if ending in (Ending.DONE, Ending.RELEASED):

@@ -14,7 +14,7 @@ from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.connections import Connections
 from airflow_broadway.core.model.run_source import RunSource
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.runs.metrics import Metrics
 from airflow_broadway.runs.ports import Ports, Task
 from airflow_broadway.runs.settle import settle
@@ -185,7 +185,7 @@ def _settle(
         run.run_id,
         record.task_id,
         record.try_number,
-        many(report.released, "message"),
+        pluralize(report.released, "message"),
         report.total - report.released - report.lapsed,
         report.lapsed,
     )
@@ -223,7 +223,7 @@ def remove_settled_run(run: StagedRun) -> None:
     if unsettled:
         raise RequestRefused(
             f"run {run.run_id!r} of the Dag {run.dag_id!r} has"
-            f" {many(len(unsettled), 'generation')} without a settlement"
+            f" {pluralize(len(unsettled), 'generation')} without a settlement"
             f" ({', '.join(record.generation for record in unsettled)}): clear its `ack` task, or"
             " let the next run release these messages, and then remove it"
         )

@@ -183,7 +183,7 @@ def send_depth(
         log.warning("Could not read the depth of the queue: %s", error)
         return None
     if depth is not None:
-        metrics.depth(depth, tells_age=pipeline.producer.tells_age)
+        metrics.depth(depth, reports_oldest_age=pipeline.producer.reports_oldest_age)
     if pipeline.run.source.asks_broker:
         queues = WatchedQueues.of(pipeline)
         report_backlog(run.store, run.dag_id, queues, depth, at=at, by=f"run {run.run_id}")
@@ -241,8 +241,7 @@ class UnstagedTask(PullTask):
         started = staged.clock.now()
         try:
             with closing(sinks):
-                opened = partial(open_generation, staged, served)
-                report = local.pull(self.budget, on_lease=opened)
+                report = local.pull(self.budget, on_lease=partial(open_generation, staged, served))
         except BaseException:  # also on KeyboardInterrupt and SystemExit; re-raised
             if local.report is not None:  # messages were settled before the error
                 try:

@@ -116,13 +116,13 @@ def _check_retention(properties: Mapping[str, str], uri: str) -> None:
 
     :raises SinkError: If its retention is too short.
     """
-    kept = properties.get("delta.setTransactionRetentionDuration", "interval 1000 days")
-    words = kept.removeprefix("interval ").split()
+    retention = properties.get("delta.setTransactionRetentionDuration", "interval 1000 days")
+    words = retention.removeprefix("interval ").split()
     days = {"day": 1.0, "week": 7.0, "hour": 1 / 24, "minute": 1 / 1440}
     if len(words) != 2 or float(words[0]) * days.get(words[1].rstrip("s"), 0) < KEPT_DAYS:
         raise SinkError(
-            f"{uri} forgets commits after {kept!r} (delta.setTransactionRetentionDuration): use at"
-            f" least 'interval {KEPT_DAYS} days', or remove the property"
+            f"{uri} forgets commits after {retention!r} (delta.setTransactionRetentionDuration):"
+            f" use at least 'interval {KEPT_DAYS} days', or remove the property"
         )
 
 
@@ -246,8 +246,8 @@ class _Client(SinkClient):
     def _recorded(self, table: Any, commit_ids: Collection[str]) -> dict[str, int]:
         """Returns the recorded attempts; that of a tombstone is :data:`RULED_OUT`."""
         versions = {name: table.transaction_version(name) for name in commit_ids}
-        recorded = {name: RULED_OUT for name, found in versions.items() if found == _TOMBSTONE}
-        committed = [name for name, found in versions.items() if found == _COMMITTED]
+        recorded = {name: RULED_OUT for name, version in versions.items() if version == _TOMBSTONE}
+        committed = [name for name, version in versions.items() if version == _COMMITTED]
         for limit in (_NEWEST, None) if committed else ():
             attempts = _attempts(table.history(limit))
             if all(name in attempts for name in committed):

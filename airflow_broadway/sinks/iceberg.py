@@ -260,13 +260,13 @@ def _check(metadata: Any, uri: str) -> None:
             f" rows and no tombstones: use a table of version {_NEWEST_FORMAT}"
         )
     main = metadata.refs.get("main")
-    kept = (main and main.max_snapshot_age_ms) or metadata.properties.get(
+    retention = (main and main.max_snapshot_age_ms) or metadata.properties.get(
         _MAX_AGE, _DEFAULT_DAYS * _MS_PER_DAY
     )
-    if int(kept) < KEPT_DAYS * _MS_PER_DAY:
+    if int(retention) < KEPT_DAYS * _MS_PER_DAY:
         raise SinkError(
-            f"{uri} forgets commits after {int(kept) / _MS_PER_DAY:g} days ({_MAX_AGE}): set this"
-            f" property of the table to at least {KEPT_DAYS * _MS_PER_DAY} ({KEPT_DAYS} days)"
+            f"{uri} forgets commits after {int(retention) / _MS_PER_DAY:g} days ({_MAX_AGE}): set"
+            f" this property of the table to at least {KEPT_DAYS * _MS_PER_DAY} ({KEPT_DAYS} days)"
         )
 
 

@@ -95,7 +95,7 @@ class PostgresTable(Options, Sink):
 
 
 class _Client(SinkClient):
-    """Connects anew for each call: hours may lie between two commits.
+    """Reconnects for each call: hours may lie between two commits.
 
     :raises SinkError: If the database cannot be reached, or lacks the table or a privilege.
     """
@@ -177,8 +177,8 @@ class _Client(SinkClient):
         return self._sink.uri
 
     def landed(self, commit_ids: Collection[str]) -> Mapping[str, int]:
-        found = self.recorded(commit_ids)
-        return {name: attempt for name, attempt in found.items() if attempt != RULED_OUT}
+        attempts = self.recorded(commit_ids)
+        return {name: attempt for name, attempt in attempts.items() if attempt != RULED_OUT}
 
     def recorded(self, commit_ids: Collection[str]) -> dict[str, int]:
         """Returns the recorded attempts; that of a tombstone is :data:`RULED_OUT`."""
@@ -186,8 +186,8 @@ class _Client(SinkClient):
             query = (
                 "SELECT commit_id, attempt FROM {ledger} WHERE target = %s AND commit_id = ANY(%s)"
             )
-            found = session.execute(self._compose(query), [self._sink.table, list(commit_ids)])
-            return dict(found.fetchall())
+            rows = session.execute(self._compose(query), [self._sink.table, list(commit_ids)])
+            return dict(rows.fetchall())
 
     def rule_out(self, commit_ids: Collection[str]) -> Mapping[str, int]:
         ids = sorted(commit_ids)
@@ -222,8 +222,8 @@ class _Client(SinkClient):
             session.execute("SET LOCAL lock_timeout = '1s'")
             names = [name] if name else []
             if name is None:
-                found = session.execute(self._compose(query, values=[self._schema]))
-                names = [row[0] for row in found.fetchall()]
+                tables = session.execute(self._compose(query, values=[self._schema]))
+                names = [row[0] for row in tables.fetchall()]
             for staging in names:
                 self._run(
                     session, "DROP TABLE IF EXISTS {values}", values=[self._in_schema(staging)]
@@ -340,8 +340,8 @@ class _SparkClient(_Client):
             "WITH moved AS (INSERT INTO {table} ({columns}) SELECT {columns} FROM {values} WHERE"
             " @ >= 0) SELECT count(*), count(DISTINCT @), min(@) FROM {values}"
         ).replace("@", _ROW)
-        found = session.execute(self._compose(query, columns, [self._in_schema(name)]))
-        staged, distinct, first = found.fetchone() or (0, 0, None)
+        counts = session.execute(self._compose(query, columns, [self._in_schema(name)]))
+        staged, distinct, first = counts.fetchone() or (0, 0, None)
         if first != -1 or staged != distinct:
             reason = "the server lost them" if first != -1 else "a task of Spark wrote twice"
             raise SinkError(

@@ -37,7 +37,7 @@ from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.reference import load_ref
 from airflow_broadway.core.stages.batch_order import BatchOrder
 from airflow_broadway.core.stages.callbacks import context_of
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.spark.batch import Application, BatchRunner, Unreadable
 from airflow_broadway.spark.session import INCOMPLETE, INTERRUPTED, Sessions, SparkLost
 
@@ -202,14 +202,14 @@ class _Threads:
         left = total - self._known - self._recorded
         log.info(
             "%s: %d handled now (%d of them failed whole), %d had an outcome before, %d have none.",
-            many(total, "batch"),
+            pluralize(total, "batch"),
             self._recorded,
             self._failed,
             self._known,
             left,
         )
         for problem, count in self._problems.items():
-            log.error("%s without an outcome: %s", many(count, "batch"), problem)
+            log.error("%s without an outcome: %s", pluralize(count, "batch"), problem)
         if isinstance(self._error, KeyboardInterrupt):
             return INTERRUPTED
         return INCOMPLETE if left or self._error is not None else 0
@@ -233,7 +233,7 @@ class _Threads:
         """Checks that the JVM is alive and no later try has begun; called periodically."""
         if "PYSPARK_GATEWAY_PORT" in os.environ and os.getppid() != self._parent:
             # The JVM was killed: nothing can be recorded any more.
-            log.critical("The JVM of this driver is gone.")
+            log.critical("The JVM of this driver has ended.")
             logging.shutdown()
             os._exit(INCOMPLETE)
         try:

@@ -100,8 +100,8 @@ class ArrowFiles(Folder):
 
     def why_unreadable(self, error: BaseException) -> str:
         """Returns why an executor could not read this root; empty if it did not fail by that."""
-        found = re.search(f"StagingError: (.* {re.escape(self.store.uri)}: .*)", str(error))
-        return found[1] if found else ""
+        match = re.search(f"StagingError: (.* {re.escape(self.store.uri)}: .*)", str(error))
+        return match[1] if match else ""
 
 
 def _reader(

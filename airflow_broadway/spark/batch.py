@@ -38,7 +38,7 @@ from airflow_broadway.core.model.connections import Connections, EnvironmentConn
 from airflow_broadway.core.model.message import Status
 from airflow_broadway.core.model.sink import CommitInDoubt, SinkClient, SinkEnv
 from airflow_broadway.core.stages.callbacks import end_span, log_failure, protected, status_of
-from airflow_broadway.core.text import cut, many
+from airflow_broadway.core.text import cut, pluralize
 from airflow_broadway.spark.entries import Counts, Judge
 from airflow_broadway.spark.frame import BatchFrames
 from airflow_broadway.spark.results import Failed, Outcomes, read, read_rows
@@ -193,7 +193,7 @@ class _Batch:
                 "%s.handle_batch received %s and returned outcomes of only %d; one without"
                 " an outcome is not settled, and goes back to its broker when the run ends",
                 type(self._app.pipeline).__name__,
-                many(size, "message"),
+                pluralize(size, "message"),
                 size - counts.unnamed,
                 extra={"code": "handle_batch_count_mismatch"},
             )

@@ -127,7 +127,7 @@ class ClassicSessions:
             if spark._jsc.sc().isStopped():  # there is no public way to ask
                 return "the SparkContext was stopped"
         except Exception as error:
-            return f"Spark is gone ({type(error).__name__}: {str(error).splitlines()[:1]})"
+            return f"Spark has ended ({type(error).__name__}: {str(error).splitlines()[:1]})"
         return ""
 
     def make_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:

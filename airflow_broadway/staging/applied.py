@@ -101,7 +101,7 @@ class AppliedIndex:
 
         :raises StagingError: If a file cannot be read.
         """
-        oldest, sent = (f"{now.astimezone(UTC) - kept:{_TIME}}" for kept in (KEPT, WINDOW))
+        oldest, sent = (f"{now.astimezone(UTC) - age:{_TIME}}" for age in (KEPT, WINDOW))
         new = []
         for name in self._folder.list(""):
             match = _NAME.fullmatch(name)
@@ -149,8 +149,8 @@ class Claims:
 
     def reduce(self, identities: Mapping[str, str], redelivered: Collection[str]) -> None:
         """Replaces the last claim by some of it; as :meth:`add`."""
-        kept = sorted(identities.keys() & redelivered)
-        value = {"version": VERSION, "messages": identities, "redelivered": kept}
+        ids = sorted(identities.keys() & redelivered)
+        value = {"version": VERSION, "messages": identities, "redelivered": ids}
         self._folder.replace(f"{self._generation}-{self.count}.json", json.dumps(value))
 
     def of_others(self) -> dict[str, AbstractSet[str]]:

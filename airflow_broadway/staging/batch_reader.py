@@ -135,9 +135,9 @@ class BatchReader:
         self._open.move_to_end(file)
         return self._open[file]
 
-    def _close(self, kept: int) -> None:
-        """Closes files until at most ``kept`` are open."""
-        while len(self._open) > kept:
+    def _close(self, limit: int) -> None:
+        """Closes files until at most ``limit`` are open."""
+        while len(self._open) > limit:
             self._open.popitem(last=False)[1].close()
 
 

@@ -111,10 +111,10 @@ def usable_options(options: Mapping[str, Any]) -> dict[str, Any]:
     from aiobotocore.session import AioSession
 
     async def read() -> dict[str, Any]:
-        found = json.loads(Path(options["renewed"]).read_text(encoding="utf-8"))
+        credentials = json.loads(Path(options["renewed"]).read_text(encoding="utf-8"))
         names = dict(zip(("access_key", "secret_key", "token"), _KEYS, strict=True))
-        fields = {name: found[key] for name, key in names.items()}
-        return {**fields, "expiry_time": found["expires"]}
+        fields = {name: credentials[key] for name, key in names.items()}
+        return {**fields, "expiry_time": credentials["expires"]}
 
     session: Any = AioSession()
     now = {"access_key": usable.pop("key"), "secret_key": usable.pop("secret")}

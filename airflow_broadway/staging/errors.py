@@ -77,8 +77,7 @@ def _explain_denied(doing: str, uri: str) -> tuple[str, str]:
             f"{_user()} is not allowed to",
             f"change its owner or mode, or set {SETTING} to a folder that can be written",
         )
-    authority = location.partition("/")[0]
-    conn_id, _, bucket = authority.rpartition("@")
+    conn_id, _, bucket = location.partition("/")[0].rpartition("@")
     identity = (
         f"the identity of the Airflow connection {conn_id!r}"
         if conn_id

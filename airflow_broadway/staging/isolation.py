@@ -24,7 +24,7 @@ from airflow_broadway.core.formats.ownership import Ownership
 from airflow_broadway.core.formats.parts import part_id, record_split
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.record_batch import BatchRecorder
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.staging.batch_reader import rows_of
 from airflow_broadway.staging.crash_records import CrashHistory, forget_crashes, portion_size
 from airflow_broadway.staging.plan_choice import Recorded
@@ -45,8 +45,8 @@ def split(run: StagedRun, plan: BatchPlan, batch: PlannedBatch, parts: int, *, b
     rows = sorted((row for _, row in rows_of(run, plan, [batch], _SPLIT_COLUMNS)), key=_place)
     if len(rows) != batch.size or len({tuple(_place(row)) for row in rows}) != len(rows):
         raise StagingDamaged(
-            f"batch {batch.batch_id} of {plan.path} holds {many(batch.size, 'message')}, and its"
-            f" files {len(rows)} distinct ones: it cannot be split"
+            f"batch {batch.batch_id} of {plan.path} holds {pluralize(batch.size, 'message')}, and"
+            f" its files {len(rows)} distinct ones: it cannot be split"
         )
     bounds = [len(rows) * number // parts for number in range(parts + 1)]
     split_parts = [
@@ -58,10 +58,10 @@ def split(run: StagedRun, plan: BatchPlan, batch: PlannedBatch, parts: int, *, b
         "Batch %s of %r (%s), which crashed processes, is split into %s of %s to %s.",
         batch.batch_id,
         plan.batcher,
-        many(batch.size, "message"),
-        many(parts, "part"),
+        pluralize(batch.size, "message"),
+        pluralize(parts, "part"),
         min(part.size for part in split_parts),
-        many(max(part.size for part in split_parts), "message"),
+        pluralize(max(part.size for part in split_parts), "message"),
     )
 
 

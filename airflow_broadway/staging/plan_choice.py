@@ -52,7 +52,7 @@ class Recorded:
         #: By folder of outcomes: the files with copies of many.
         self._gathered: dict[str, list[str]] = {}
         self._texts: dict[str, str] = {}
-        self._kept = 0
+        self._text_bytes = 0
 
     # -- plans ---------------------------------------------------------------------------------
 
@@ -230,8 +230,8 @@ class Recorded:
         """Keeps an outcome, and its inline lines up to :data:`KEPT_BYTES` in total."""
         if outcome.lines:
             text = "\n".join(outcome.lines)
-            if self._kept + len(text) <= KEPT_BYTES:
-                self._kept += len(text)
+            if self._text_bytes + len(text) <= KEPT_BYTES:
+                self._text_bytes += len(text)
                 self._texts[path] = text
             outcome = dataclasses.replace(outcome, lines=None, entries=path)
         self._outcomes[path] = outcome
@@ -247,9 +247,9 @@ class Recorded:
         for path, total in files.items():
             if path in self._texts or total is None or total["bytes"] > KEPT_FILE_BYTES:
                 continue
-            if self._kept + total["bytes"] > KEPT_BYTES:
+            if self._text_bytes + total["bytes"] > KEPT_BYTES:
                 break
-            self._kept += total["bytes"]
+            self._text_bytes += total["bytes"]
             small.append(path)
         for path, text in self.run.files.read_all(small):
             if text is None:

@@ -27,7 +27,7 @@ from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.receiving import demand_of
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.staging.arrow_schema import array_of
 from airflow_broadway.staging.arrow_schema import compute as pc
 from airflow_broadway.staging.batching import Batching
@@ -75,7 +75,7 @@ def plan_batches(
             batcher,
             standing[1].path,
             standing[0],
-            many(standing[1].batches, "batch"),
+            pluralize(standing[1].batches, "batch"),
         )
         return standing[1]
     seen = planned_in(run, [f"{top}/{name}" for name in planned if name != inputs])
@@ -187,8 +187,8 @@ class _Planning:
         if self._messages != expected:
             raise StagingError(
                 f"batcher {self._batcher!r}: the manifests name"
-                f" {many(expected, 'message')}, but their files hold {self._messages}; files under"
-                f" {self._run.store.uri}/{self._run.path} are"
+                f" {pluralize(expected, 'message')}, but their files hold {self._messages}; files"
+                f" under {self._run.store.uri}/{self._run.path} are"
                 " damaged or missing: clear the process task"
             )
         return BatchPlan(
@@ -215,8 +215,8 @@ class _Planning:
         average = round(self._messages / batches)
         merge = "" if self._options.merge_keys else "set merge_keys=True, choose a coarser key, or "
         note = (
-            f"{many(batches, 'Spark batch')} of {many(average, 'message')} each are more than"
-            f" {MANY_BATCHES:,}, and every one costs a call of handle_batch: {merge}raise"
+            f"{pluralize(batches, 'Spark batch')} of {pluralize(average, 'message')} each are more"
+            f" than {MANY_BATCHES:,}, and every one costs a call of handle_batch: {merge}raise"
             " batch_size, batch_bytes or batch_timeout"
         )
         return [note]

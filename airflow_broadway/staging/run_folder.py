@@ -213,8 +213,7 @@ class StagedRun:
 
         :raises StagingError: If it was never opened in this run.
         """
-        record = self._record(generation)
-        return dataclasses.replace(record, state=self.state(generation))
+        return dataclasses.replace(self._record(generation), state=self.state(generation))
 
     def _record(self, generation: str) -> GenerationRecord:
         path = paths.generation(generation)

@@ -279,9 +279,9 @@ class _MessageFiles:
             own = (*columns["_on_success"], *columns["_on_failure"])
             self.configured = any(name is not None for name in own)
         if self._producer.keeps_payload:
-            kept = [delivery if self._keeps(delivery) else _PLAIN for delivery in deliveries]
-            columns["_payload"] = [delivery.payload for delivery in kept]
-            columns["_properties"] = [delivery.properties for delivery in kept]
+            stored = [delivery if self._keeps(delivery) else _PLAIN for delivery in deliveries]
+            columns["_payload"] = [delivery.payload for delivery in stored]
+            columns["_properties"] = [delivery.properties for delivery in stored]
         return columns
 
     def _keeps(self, delivery: Delivery) -> bool:
@@ -290,8 +290,7 @@ class _MessageFiles:
             return True
         if delivery.on_success is None and delivery.on_failure is None:
             return self._keep_plain
-        kept: bool = self._producer.may_publish(delivery)
-        return kept
+        return bool(self._producer.may_publish(delivery))
 
 
 class _EntriesFile:

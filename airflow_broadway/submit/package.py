@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.reference import import_class
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 if TYPE_CHECKING:
     from airflow_broadway.staging.store import Folder
@@ -187,9 +187,8 @@ def _iter_pipeline_files(class_path: str) -> Iterator[tuple[str, Path]]:
             )
         yield f"{top_name}.py", Path(file)
         return
-    if (
-        getattr(top, "__file__", None) is None
-    ):  # a namespace package: only the portion with the pipeline
+    if getattr(top, "__file__", None) is None:
+        # A namespace package: only the portion with the pipeline is shipped.
         own = Path(str(sys.modules[module_name].__file__)).resolve()
         locations = [path for path in locations if own.is_relative_to(path.resolve())]
     for location in locations:
@@ -220,8 +219,9 @@ def _check_size(top: str, members: Mapping[str, Path]) -> None:
     shown = ", ".join(f"{name} ({sizes[name]:,} bytes)" for name in largest)
     raise PipelineError(
         f"the package {top!r} of the pipeline has {sum(sizes.values()):,} bytes in"
-        f" {many(len(sizes), 'file')}; at most {MAX_BYTES:,} are shipped to Spark.  The largest:"
-        f" {shown}.  Move data out of the package, or the pipeline into a package of its own"
+        f" {pluralize(len(sizes), 'file')}; at most {MAX_BYTES:,} are shipped to Spark.  The"
+        f" largest: {shown}.  Move data out of the package, or the pipeline into a package of its"
+        " own"
     )
 
 

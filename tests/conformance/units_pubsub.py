@@ -23,7 +23,7 @@ from airflow_broadway.producers.pubsub import PubSubProducer
 from tests.conformance.observed import Case, logged
 from tests.pubsub_server import PubSubServer, StubServer
 from tests.pubsub_stub.errors import Refused
-from tests.pubsub_witness import Asked, Witness
+from tests.pubsub_witness import RecordedRequest, Witness
 
 
 def _settle(server: PubSubServer, successful: int, failed: int, **options: Any) -> list[list[Any]]:
@@ -47,21 +47,21 @@ def _settle(server: PubSubServer, successful: int, failed: int, **options: Any) 
             message.with_acknowledger(AckRef(acknowledger, "ref", message.acknowledger.data))
             for message in taken
         ]
-        before = len(requests_log.asked)
+        before = len(requests_log.requests)
         acknowledger.ack(
             "ref", messages[:successful], [message.failed("") for message in messages[successful:]]
         )
         settler.tick(force=True)
         requests = [
             _describe_request(request)
-            for request in requests_log.asked[before:]
+            for request in requests_log.requests[before:]
             if request.call != "Pull"
         ]
         source.close()
     return requests
 
 
-def _describe_request(call: Asked) -> list[Any]:
+def _describe_request(call: RecordedRequest) -> list[Any]:
     """Returns a request with ack ids in the cases' format."""
     count = len(call.request.ack_ids)
     if call.call == "Acknowledge":
@@ -110,7 +110,7 @@ def pulls(case: Case, server: PubSubServer) -> None:
         source.secure(source.receive(inputs["demand"], timeout=5.0))
         source.close()
         demands = [
-            entry.request.max_messages for entry in requests_log.asked if entry.call == "Pull"
+            entry.request.max_messages for entry in requests_log.requests if entry.call == "Pull"
         ]
     assert demands
     assert set(demands) == {case["expect"]["body"]["maxMessages"]}

@@ -129,5 +129,5 @@ def test_table_of_brokers_has_the_defaults(place, kind, least):
     assert rows["`on_failure`, the default"][place] == f'`"{producer.on_failure}"`'
     assert rows["`conn_id`, the default"][place] == f"`{producer.conn_id}`"
     age = rows["reports the age of the oldest message"][place]
-    assert (age != "no") == kind.tells_age
+    assert (age != "no") == kind.reports_oldest_age
     assert ("itself" in rows["backfills read"][place]) == kind.backfills

@@ -368,7 +368,7 @@ def test_a_dag_at_its_run_limit_gets_its_backlog_in_the_next_run(world):
     (world.signs / "busy").unlink()
     world.wait_for_run_end(1)
     world.wait_for_run_end(2)
-    assert [world.wait_for_event(number)["told"] for number in (1, 2)] == [1, 1]
+    assert [world.wait_for_event(number)["reports"] for number in (1, 2)] == [1, 1]
     assert world.new == (2, 2)
     assert world.queue.depth()[:4] == (0, 0, 0, 0)
 
@@ -390,7 +390,7 @@ def test_events_dropped_while_a_dag_is_paused_are_sent_again(world):
 
         # And it is reported again
         again = world.wait_for_event(2)
-    assert (again["crossing"], again["told"]) == (first["crossing"], 2)
+    assert (again["crossing"], again["reports"]) == (first["crossing"], 2)
     world.wait_for_run_end(1)
     assert world.queue.depth()[:4] == (0, 0, 0, 0)
 

@@ -498,7 +498,7 @@ def test_messages_removed_by_retention_are_reported_and_skipped(kafka, group, ca
         assert source.lease.state["set_aside"] == {"expired": 5}
 
     assert "5 messages of" in caplog.text
-    assert f"{group.topic}-0-2 was to be retried, and is gone" in caplog.text
+    assert f"{group.topic}-0-2 was deleted before it was retried" in caplog.text
 
 
 def test_a_group_without_write_permission_is_refused(kafka_mock, tmp_path):

@@ -361,7 +361,7 @@ def test_an_expired_retry_is_superseded(kafka, group, caplog):
     assert offsets(group.drain()) == [8, 9]
     assert group.claim().failed == {}
     assert group.committed() == {0: 10}
-    assert f"{group.topic}-0-3 was to be retried, and is gone" in caplog.text
+    assert f"{group.topic}-0-3 was deleted before it was retried" in caplog.text
 
 
 def test_an_interrupted_fetch_loses_nothing(group, monkeypatch):

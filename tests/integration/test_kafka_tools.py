@@ -105,7 +105,7 @@ def test_a_foreign_consumer_in_the_group_is_reported_at_settlement(apache_kafka,
     group = KafkaGroup(apache_kafka, tmp_path, lease=100.0)
     lease, messages = group.hold(fill=5)
     with apache_kafka.member(group.group, group.topic):
-        with pytest.raises(ProducerError, match="the group has members, which consume beside"):
+        with pytest.raises(ProducerError, match="the group has members, which consume next to"):
             group.settle(lease, messages)
         # Nor does another run begin
         with pytest.raises(ProducerError, match=r"has 1 member \("):

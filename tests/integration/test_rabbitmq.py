@@ -34,7 +34,7 @@ def test_an_oversized_body_is_dead_lettered_and_reported(place, caplog):
     messages, report = place.settle("g1", max_message_bytes=1_000)
 
     assert [message.data for message in messages] == [b"1" * 1_000, b"2"]
-    text = "dead letters, unprocessed, beside those received: 2 (too large)"
+    text = "dead letters, unprocessed, next to those received: 2 (too large)"
     assert report == SettleReport(acked=2, errors=(text,))
     dead_letter = place.first(place.queues.dead)
     assert dead_letter[1] == b"x" * 1_001
@@ -57,7 +57,7 @@ def test_a_bundle_in_the_source_queue_is_dead_lettered_unchanged(place):
     assert [message.data for message in messages] == [b"AFBW is no bundle", b"3"]
     text = "1 (bundles: move them back into their holding queue)"
     assert report == SettleReport(
-        acked=2, errors=(f"dead letters, unprocessed, beside those received: {text}",)
+        acked=2, errors=(f"dead letters, unprocessed, next to those received: {text}",)
     )
     properties, body = place.first(place.queues.dead)
     reason = f"it is a bundle of 2 messages from the queue {place.name!r}: move it back into its"

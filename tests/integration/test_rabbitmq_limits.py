@@ -143,7 +143,7 @@ def test_bundles_respect_the_brokers_size_limit(place):
     # Then it handles all that fit a bundle, and dead-letters the other with the remedy
     assert sorted(message.data for message in messages) == bodies
     assert (report.acked, report.total) == (60, 60)
-    assert "beside those received: 1 (too large)" in report.errors[0]
+    assert "next to those received: 1 (too large)" in report.errors[0]
     dead = place.first(place.queues.dead)
     assert dead[1] == b"y" * 199_990
     assert "max_message_bytes" in dead[0].headers["x-broadway-reason"]

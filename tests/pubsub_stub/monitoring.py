@@ -31,7 +31,7 @@ class Monitoring:
         self.clock = clock or SystemClock()
         self.values: dict[str, list[int]] = {}
         self.refuses = False
-        self.asked: list[ListTimeSeriesRequest] = []
+        self.requests: list[ListTimeSeriesRequest] = []
         #: Of each request.
         self.metadata: list[dict[str, str | bytes]] = []
         self._authority = authority
@@ -92,7 +92,7 @@ class Monitoring:
         )
 
     def _list(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self.asked.append(request)
+        self.requests.append(request)
         self.metadata.append({item.key: item.value for item in context.invocation_metadata()})
         if self.refuses:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, "no")

@@ -21,7 +21,7 @@ from airflow_broadway.core.custody.verdicts import RELEASE, Verdict
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.log_context import keep_ids
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def check_settled(report: SettleReport) -> SettleReport:
     if report.failed:
         raise ProducerError("; ".join(report.errors) or "the broker refused to settle")
     if report.lapsed:
-        total = many(report.total, "message")
+        total = pluralize(report.total, "message")
         raise LeaseLapsed(f"the run no longer holds {report.lapsed} of {total}")
     return report
 
@@ -74,8 +74,8 @@ def settle_at_once(
     if len(undone) != report.failed + report.lapsed:
         raise ProducerError(
             f"{type(custodian).__name__}.settle_now reports {report.failed + report.lapsed} of"
-            f" {many(len(by_id), 'message')} as not settled, and names {len(undone)} of them in"
-            " 'undone'"
+            f" {pluralize(len(by_id), 'message')} as not settled, and names {len(undone)} of them"
+            " in 'undone'"
         )
     return report, [entry for key, entry in by_id.items() if key not in report.undone], undone
 
@@ -185,7 +185,7 @@ class Settler:
         try:
             report, _, undone = self._in_thread(lambda: self._settle(entries))
         except BroadwayError as error:
-            log.warning("could not settle %s yet: %s", many(len(entries), "message"), error)
+            log.warning("could not settle %s yet: %s", pluralize(len(entries), "message"), error)
             with self._lock:
                 self._entries, self._since = entries + self._entries, time.monotonic()
             return

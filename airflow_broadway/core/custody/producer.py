@@ -105,15 +105,15 @@ class Producer(Options):
     #: may leave a message twice, under two ids.
     assigns_ids: ClassVar[bool] = True
     #: The largest demand of one receive, unless the processors take more.
-    most_at_once: ClassVar[int] = 1000
+    max_fetch: ClassVar[int] = 1000
     #: Whether a lease may be renewed; its deadline is fixed otherwise.
     renews: ClassVar[bool] = True
     #: Whether the broker is this machine, whose clock then judges leases; else staging's does.
     local_clock: ClassVar[bool] = False
     #: Whether :meth:`depth` reports the age of the oldest message.
-    tells_age: ClassVar[bool] = True
+    reports_oldest_age: ClassVar[bool] = True
     #: The staleness of :meth:`depth`, in seconds.
-    depth_lag: ClassVar[float] = 0.0
+    depth_staleness: ClassVar[float] = 0.0
 
     @property
     def keeps_order(self) -> bool:

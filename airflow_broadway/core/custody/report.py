@@ -30,7 +30,7 @@ CLASS_OF: Final[Mapping[Action, str]] = {
     Action.RELEASE: "released",
 }
 
-#: Counts beside the classes, of pipelines with a sink, each with its text in a report.
+#: Counts next to the classes, of pipelines with a sink, each with its text in a report.
 APPLIED: Final[Mapping[str, str]] = {
     "already_applied": "acked without being handled: a sink had the rows",
     "duplicates": "acked without being handled: copies of others in the same run",

@@ -21,7 +21,7 @@ from typing import Any, Final
 from airflow_broadway.core.custody.report import APPLIED, CLASSES, SettleReport, handled_of
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.model.rules import Rule, is_int
-from airflow_broadway.core.text import many, printable
+from airflow_broadway.core.text import pluralize, printable
 
 #: The number of reasons in a report: the most frequent ones.
 SHOWN_REASONS: Final = 10
@@ -66,7 +66,7 @@ def failures_trouble(totals: Mapping[str, int], fail_when: Any) -> str:
     if failed < (share if is_int(share) else share * handled):
         return ""
     every = "every message that was handled" if failed >= handled else f"of {_n(handled)} handled"
-    return f"{many(failed, 'message')} failed, {every} (fail_when={fail_when!r})"
+    return f"{pluralize(failed, 'message')} failed, {every} (fail_when={fail_when!r})"
 
 
 def settling_trouble(lapsed: int, refused: int, *, halted: int = 0) -> str:
@@ -77,13 +77,13 @@ def settling_trouble(lapsed: int, refused: int, *, halted: int = 0) -> str:
     stopped = ""
     if halted:
         stopped = (
-            f"{many(halted, 'message')} {'holds' if halted == 1 else 'hold'} up"
+            f"{pluralize(halted, 'message')} {'holds' if halted == 1 else 'hold'} up"
             f" {'its' if halted == 1 else 'their'} run: mend the cause; the next run begins there,"
             " and a backfill is cleared to try again"
         )
     parts = []
     if lapsed:
-        parts.append(f"{many(lapsed, 'message')} had lapsed before they were settled")
+        parts.append(f"{pluralize(lapsed, 'message')} had lapsed before they were settled")
     if refused:
         parts.append(f"{_n(refused)} could not be settled")
     if not parts:
@@ -132,7 +132,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         breakdown = f": {', '.join(where)}" if batchers else ""
         lines.append(f"{_n(totals['failed'])} failed{breakdown}.")
     lines += [
-        f"{many(totals[name], 'message')} {text}."
+        f"{pluralize(totals[name], 'message')} {text}."
         for name, text in APPLIED.items()
         if totals.get(name)
     ]
@@ -144,13 +144,13 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     ]
     isolation = report.get("isolation")
     if isolation:
-        lines.append(f"{many(isolation['deaths'], 'process')} died at batches.")
+        lines.append(f"{pluralize(isolation['deaths'], 'process')} died at batches.")
         if isolation["interruptions"]:
-            killed = many(isolation["interruptions"], "whole task")
+            killed = pluralize(isolation["interruptions"], "whole task")
             lines.append(f"{killed} died at batches, which counts against no message.")
         lines += [
-            f"  {row['batcher']}: {many(row['split'], 'batch')} split,"
-            f" {many(row['crashed'], 'message')} dead-lettered (crashed)"
+            f"  {row['batcher']}: {pluralize(row['split'], 'batch')} split,"
+            f" {pluralize(row['crashed'], 'message')} dead-lettered (crashed)"
             for row in isolation["batches"]
         ]
     if not report["balanced"] and not report.get("unseen"):
@@ -165,7 +165,7 @@ def empty_line(reference: Mapping[str, Any]) -> str:
     """
     receives, depth = reference["receives"], reference["depth"]
     line = (
-        f"No message was received by {many(receives, 'request')}"
+        f"No message was received by {pluralize(receives, 'request')}"
         if receives
         else "No messages were requested from the broker"
     )
@@ -187,13 +187,13 @@ def _depth_line(depth: Mapping[str, Any]) -> str:
 def summary_line(totals: Mapping[str, int]) -> str:
     """Returns a run's account as one sentence of counts, safe for a notifier."""
     figures = _classes(totals)
-    return f"{many(totals['received'], 'message')} received{figures and f': {figures}'}."
+    return f"{pluralize(totals['received'], 'message')} received{figures and f': {figures}'}."
 
 
 def settled_line(report: SettleReport) -> str:
     """Returns the result of a settlement, as a sentence."""
     figures = _classes(report.classes())
-    return f"Settled {many(report.total, 'message')}{figures and f': {figures}'}."
+    return f"Settled {pluralize(report.total, 'message')}{figures and f': {figures}'}."
 
 
 def dropped_line(dropped: Mapping[str, int]) -> str:
@@ -219,14 +219,14 @@ def look_lines(look: Mapping[str, Any]) -> list[str]:
     lines = ["Dry run: it only looked.  Nothing was received, handled or settled."]
     lines += _source_lines({"source": look["source"], "notes": look["notes"]})
     if look.get("batches") is not None:
-        selected = f"{many(messages, 'message')} in {many(look['batches'], 'batch')}"
+        selected = f"{pluralize(messages, 'message')} in {pluralize(look['batches'], 'batch')}"
         lines.append(f"{selected} of the past run would be handled again.")
     elif messages is None:
         lines.append("The number of messages is unknown: it could not be counted, and is not zero.")
     elif look["at_most"]:
         lines.append(f"A run would take all messages of the interval: {_n(messages)} at most.")
     if look.get("dead_letters") is not None:
-        dead = many(look["dead_letters"], "dead letter")
+        dead = pluralize(look["dead_letters"], "dead letter")
         if look.get("deletes"):
             lines.append(f"A run would delete {dead}, and receive nothing.")
         else:
@@ -245,7 +245,7 @@ def _demand_line(messages: int, bounds: Mapping[str, Any], producers: int) -> st
     budgets = ", ".join(f"{name}={value:,}" for name, value in bounds.items())
     of_each = f", of each of {producers} producers" if producers > 1 else ""
     within = f" ({budgets}{of_each})" if budgets else ""
-    return f"A run now would take {many(taken, 'message')} at most{within}."
+    return f"A run now would take {pluralize(taken, 'message')} at most{within}."
 
 
 def _ending_lines(report: Mapping[str, Any]) -> list[str]:

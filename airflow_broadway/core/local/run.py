@@ -57,7 +57,7 @@ from airflow_broadway.core.stages.rate_limiter import RateLimiter
 from airflow_broadway.core.stages.receiving import Budget, Receiving, demand_of, enqueued_of
 from airflow_broadway.core.stages.stop import Stop
 from airflow_broadway.core.stages.suspect_lane import Suspects
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 log = logging.getLogger(__name__)
 
@@ -337,7 +337,7 @@ class LocalRun:
             clock=env.clock,
             limiter=self._limiter,
             demand=demand_of(pipeline),
-            most=producer.most_at_once,
+            most=producer.max_fetch,
             accept=accept,
             next_timeout=engine.next_timeout,
             stop_reason=lambda: self._stop.reason() or ("lapsed" if lease_renewer.lapsed else ""),
@@ -361,7 +361,7 @@ class LocalRun:
         if lease_renewer.lapsed:
             raise LeaseLapsed(
                 f"the lease of {source.lease.seconds} seconds has lapsed; {report.settled.lapsed}"
-                f" of {many(receiving.received, 'message')} are redelivered to another run"
+                f" of {pluralize(receiving.received, 'message')} are redelivered to another run"
             )
         return report
 

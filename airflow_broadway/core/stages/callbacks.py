@@ -24,7 +24,7 @@ from airflow_broadway.core.model.acks import Scope
 from airflow_broadway.core.model.message import Message, Status
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.failure_log import LOGGED_FAILURES, count_failure, name_messages
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def log_failure(
             "%s.%s failed %s: %s%s",
             type(pipeline).__name__,
             callback,
-            many(messages, "message") if isinstance(messages, int) else name_messages(ids),
+            pluralize(messages, "message") if isinstance(messages, int) else name_messages(ids),
             _describe_error(error),
             "; further ones of this kind are counted, not logged one by one"
             if number == LOGGED_FAILURES
@@ -241,7 +241,7 @@ def _check_handled(
             "%s.handle_failed returned %s without its acknowledger, the first of them %r:"
             " settled as before",
             name,
-            many(len(result.detached), "message"),
+            pluralize(len(result.detached), "message"),
             result.detached[0].message_id,
             extra={"code": "handle_failed_bad_return"},
         )
@@ -268,7 +268,7 @@ def log_mismatch(
         " return are not settled, and are released when the run ends",
         type(pipeline).__name__,
         callback,
-        many(received, "message"),
+        pluralize(received, "message"),
         returned,
         extra={"code": code},
     )

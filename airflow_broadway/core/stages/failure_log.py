@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 #: Failures of each kind that are logged individually; a kind is a callback and an exception type.
 LOGGED_FAILURES: Final = 10
@@ -54,7 +54,7 @@ def name_messages(ids: Sequence[str]) -> str:
         return f"message {ids[0]!r}"
     names = ", ".join(map(repr, ids[:LOGGED_FAILURES]))
     more = ", …" if len(ids) > LOGGED_FAILURES else ""
-    return f"{many(len(ids), 'message')} ({names}{more})"
+    return f"{pluralize(len(ids), 'message')} ({names}{more})"
 
 
 def forget_trace(error: Any) -> None:
@@ -113,6 +113,6 @@ class Reasons:
         lines = [f"{count:>11,}  {self._shown[key]}" for key, count in rows[:_SHOWN_REASONS]]
         rest = [count for _, count in rows[_SHOWN_REASONS:]]
         if rest:
-            lines.append(f"{sum(rest):>11,}  {many(len(rest), 'more reason')}")
-        failed = many(sum(count for _, count in rows), "message")
+            lines.append(f"{sum(rest):>11,}  {pluralize(len(rest), 'more reason')}")
+        failed = pluralize(sum(count for _, count in rows), "message")
         log.error("%s failed in %s, by reason:\n%s", failed, where, "\n".join(lines))

@@ -35,7 +35,7 @@ from airflow_broadway.core.stages.callbacks import (
 from airflow_broadway.core.stages.entry import EntryFailure, is_entry_failure
 from airflow_broadway.core.stages.failure_log import forget_trace
 from airflow_broadway.core.stages.stop import Stop
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 log = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class ProcessorStage:
             with log_ids(message_id=None):  # not the id of the last message
                 log.info(
                     "%s released: an earlier message of the group failed and is redelivered.",
-                    many(released, "message"),
+                    pluralize(released, "message"),
                 )
 
     def _handle_messages(

@@ -18,7 +18,7 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.run_source import LIVE
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.rate_limiter import RateLimiter
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 log = logging.getLogger(__name__)
 
@@ -321,7 +321,7 @@ class Receiving:
             log.error(
                 "%s; the run ends, and releases %s",
                 error,
-                many(len(messages), "message"),
+                pluralize(len(messages), "message"),
                 extra={"code": "producer_crash"},
             )
             self.error, self.ended = error, "error"

@@ -42,7 +42,7 @@ from airflow_broadway.core.stages.subprocess_channel import (
     acknowledger_of,
     portable_error,
 )
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 #: Seconds in which a child that has closed its pipe is expected to exit.
 _END_TIMEOUT: Final = 2.0
@@ -191,7 +191,7 @@ class SubprocessProcessor:
         if self._is_stopped():
             return ChunkResult([], [])  # the messages in process are released
         raise ProcessDied(
-            f"{self.name} ended with {ending} while it handled {many(len(chunk), 'message')}",
+            f"{self.name} ended with {ending} while it handled {pluralize(len(chunk), 'message')}",
             ending=ending,
             settled=frozenset(self._settled),
         )

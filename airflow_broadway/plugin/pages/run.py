@@ -14,7 +14,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from airflow_broadway.core.custody.report import CLASSES
 from airflow_broadway.core.custody.run_summary import markdown_of
 from airflow_broadway.core.errors import StagingError
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.plugin.access import READS_RUNS, MayEdit
 from airflow_broadway.plugin.declared import PipelineTasks, RunTasks, tasks_of_run
 from airflow_broadway.plugin.picture import TONES, Picture, picture_of, word_for
@@ -201,7 +201,7 @@ def receipt_word(receipt: Receipt, section: Section, going_on: bool) -> tuple[st
         return "died before it published anything; its messages are released", "warn"
     released = (receipt.account or {}).get("released")
     if receipt.state == "settled" and released:
-        return f"dead; {many(released, 'message')} released", "warn"
+        return f"dead; {pluralize(released, 'message')} released", "warn"
     if receipt.state == "settled" and receipt.received is None:
         return "dead before it published anything", "warn"
     return _RECEIPT_WORDS[receipt.state]

@@ -12,7 +12,7 @@ from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.producers.engine.port import Broker, Hidden
 from airflow_broadway.producers.engine.receipts import Receipts, ReceiptsFolder
 from airflow_broadway.producers.engine.requests import BatchRequests
@@ -82,7 +82,7 @@ class EngineCustodian:
                 " redelivered",
                 self._broker.service,
                 len(gone),
-                many(len(due), "message"),
+                pluralize(len(due), "message"),
             )
             self._note_delivered(gone)
             receipts.lose(gone)

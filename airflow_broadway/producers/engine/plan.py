@@ -8,7 +8,7 @@ from typing import NamedTuple
 from airflow_broadway.core.custody.protocol import Entry, Settlement
 from airflow_broadway.core.custody.verdicts import RELEASE, Action, Verdict
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 
 class Plan(NamedTuple):
@@ -50,7 +50,7 @@ def plan_of(
     if settlement.rest.action is not Action.RELEASE and not agree:
         if settlement.everything is None:
             raise ProducerError(
-                f"the lease holds {many(len(held), 'message')} and its manifest names"
+                f"the lease holds {pluralize(len(held), 'message')} and its manifest names"
                 f" {settlement.expected}: none was settled; all are redelivered when it lapses"
             )
         handled = {entry.message_id for entry in settlement.everything()}

@@ -347,7 +347,7 @@ class ReceiptsFolder:
         receipts = Receipts(self._files, generation)
         with _here_lock:
             while len(_here) >= _KEPT_GENERATIONS:
-                old = next((key for key, kept in _here.items() if kept.report is not None), None)
+                old = next((key for key, other in _here.items() if other.report is not None), None)
                 if old is None:
                     break
                 del _here[old]

@@ -17,7 +17,7 @@ from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, HELD_BACK, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, ProducerUnavailable
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.producers.engine.plan import Plan, plan_of
 from airflow_broadway.producers.engine.port import (
     LAPSED,
@@ -64,8 +64,8 @@ def plan_for(receipts: Receipts, lease: Lease, settlement: Settlement) -> tuple[
     report = SettleReport(lapsed=max(len(plan.gone | lost), missing + len(lost)))
     if missing and receipts.handles:
         error = (
-            f"the receipts of {many(missing, 'message')} are missing in the staging folder: they"
-            " are not settled, and are redelivered when the lease lapses"
+            f"the receipts of {pluralize(missing, 'message')} are missing in the staging folder:"
+            " they are not settled, and are redelivered when the lease lapses"
         )
         report += SettleReport(errors=(error,))
     return plan, report
@@ -208,7 +208,7 @@ class EngineSettlement:
         return report_of(done, lapsed=self._lapsed, failed=self._failed, errors=self._errors)
 
     def _why_cut(self) -> str:
-        service, messages = self._broker.service, many(self._cut, "message")
+        service, messages = self._broker.service, pluralize(self._cut, "message")
         if self._broker.max_hold is None:
             return (
                 f"{service} puts a message off for {self._cut_to} s at most: the delay of"
@@ -391,7 +391,7 @@ class EngineSettlement:
             log.info(
                 "%s behind a redelivered message of their group: released, to be handled again in"
                 " order.",
-                many(released, "message"),
+                pluralize(released, "message"),
             )
         return result
 

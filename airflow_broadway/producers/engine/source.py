@@ -14,7 +14,7 @@ from airflow_broadway.core.custody.protocol import Delivery, Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerUnavailable
 from airflow_broadway.core.model.acks import AckRef
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.producers.engine.polls import Polls
 from airflow_broadway.producers.engine.port import Answer, Broker, Hidden, Received, Refusal
 from airflow_broadway.producers.engine.receipts import Earlier, ReceiptsFolder
@@ -251,7 +251,7 @@ class EngineSource:
         self, taken: list[tuple[float, Received]], refused: Mapping[str, Refusal]
     ) -> list[tuple[float, Received]]:
         """Drops refused messages and those that follow in their group; all are redelivered."""
-        kept = []
+        rest = []
         for at, message in taken:
             group, refusal = message.group, refused.get(message.receipt)
             if refusal is not None and group is not None:
@@ -261,8 +261,8 @@ class EngineSource:
             if group in self._overtaken and message.key not in self._receipts.handles:
                 self._spare[message.key] = message.receipt  # also a refused one, if still hidden
             else:
-                kept.append((at, message))
-        return kept
+                rest.append((at, message))
+        return rest
 
     def _attempts(self, fresh: Mapping[str, Received], now: datetime) -> dict[str, int]:
         """Returns the attempts of redelivered messages."""
@@ -365,24 +365,24 @@ class EngineSource:
             self._folder.failures.note(dict.fromkeys(done, 0), self._clock.now())
             refused = self._hide(spare.items(), 0)
         except BroadwayError as error:  # retried by close()
-            log.warning("Could not release %s unused: %s", many(len(spare), "message"), error)
+            log.warning("Could not release %s unused: %s", pluralize(len(spare), "message"), error)
             return
         self._spare.clear()
-        log.info("Gave back %s unused.", many(len(spare) - len(refused), "message"))
+        log.info("Gave back %s unused.", pluralize(len(spare) - len(refused), "message"))
 
-    def _release_late(self, found: Sequence[Received]) -> None:
+    def _release_late(self, messages: Sequence[Received]) -> None:
         """Releases the messages of an abandoned receive, in its own thread.
 
         Redelivered messages that the run holds stay hidden until they are settled.
         """
-        spare = [message for message in found if message.key not in self._receipts.handles]
+        spare = [message for message in messages if message.key not in self._receipts.handles]
         if not spare:
             return
         try:
             entries = ((message.key, Hidden(message.receipt, 0)) for message in spare)
             self._requests.send_alone(self._broker.client.hide, entries)
         except BroadwayError as error:
-            log.warning("Could not release %s unused: %s", many(len(spare), "message"), error)
+            log.warning("Could not release %s unused: %s", pluralize(len(spare), "message"), error)
 
     def _hide(self, receipts: Iterable[tuple[str, str]], seconds: int) -> dict[str, Refusal]:
         """Hides messages for some seconds from now; returns the refusals.

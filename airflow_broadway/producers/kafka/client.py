@@ -227,12 +227,12 @@ class Cluster:
         partition = self._kafka.TopicPartition(*place)
         if self._assigned and self._observer is None:
             self._observer = self._consumer()
-        asked = self._observer or self.consumer
+        consumer = self._observer or self.consumer
         timeout = self._timeout / _LEADER_ATTEMPTS
         ends: tuple[int, int] = self._send_request(
-            lambda: asked.get_watermark_offsets(partition, timeout=timeout),
+            lambda: consumer.get_watermark_offsets(partition, timeout=timeout),
             f"the ends of {place[0]}-{place[1]} cannot be read",
-            asked,
+            consumer,
         )
         return ends
 

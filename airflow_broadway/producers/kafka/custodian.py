@@ -17,7 +17,7 @@ from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import CLASS_OF, ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.producers.kafka.claims import (
     Claims,
     Committed,
@@ -228,7 +228,7 @@ class _GenerationSettlement:
             return entries, None if agree else Action.RELEASE
         if acked and not agree:
             raise ProducerError(
-                f"generation {self._lease.generation} read {many(total, 'message')} and its"
+                f"generation {self._lease.generation} read {pluralize(total, 'message')} and its"
                 f" manifest names {settlement.expected}: none was settled, and all are redelivered"
                 " when the lease lapses"
             )

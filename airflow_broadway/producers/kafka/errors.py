@@ -39,8 +39,8 @@ _MISSING: Final = (
     "there is no such topic or partition, or Describe on it is not allowed; check the topic's name"
 )
 _MEMBERS: Final = (
-    "the group has members, which consume beside this pipeline; give the pipeline a group_id of its"
-    " own"
+    "the group has members, which consume next to this pipeline; give the pipeline a group_id of"
+    " its own"
 )
 _DAMAGED: Final = (
     "a batch of messages is damaged, or compressed in a way that this client cannot read ({text});"

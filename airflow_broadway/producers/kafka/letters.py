@@ -134,14 +134,14 @@ class KafkaDeadLetters:
         kind, text = error("exception.class.name"), error("exception.message")
         attempt = fields.get("broadway.attempt", "")
         clock, timestamp = record.timestamp()
-        kept = [[name, as_text(value)] for name, value in headers if not is_ours(name)]
+        original = [[name, as_text(value)] for name, value in headers if not is_ours(name)]
         key, sources = f"{place[0]}-{place[1]}-{record.offset()}", self._sources(place[0])
         return DeadLetter(
             message_id=key,
             body=record.value() or b"",
             properties={
                 "key": as_text(record.key()),
-                "headers": kept,
+                "headers": original,
                 "partition": int(partition) if has_origin else None,
                 **({"body": fields["broadway.body"]} if "broadway.body" in fields else {}),
                 **({"again": True} if fields.get("broadway.again") == "1" else {}),
@@ -165,8 +165,8 @@ class KafkaDeadLetters:
         """
         if not self._claims.durable:
             raise ProducerError(
-                "which letters of a topic are finished is kept in the pipeline's staging folder,"
-                " and there is none: name it, or nobody would know of it afterwards"
+                "the finished dead letters of a topic are recorded in the pipeline's staging"
+                " folder, and there is none: name it, or they are listed again afterwards"
             )
         moving, unread = Moving(choice), self._unread()
         entries = self._read(unread)
@@ -219,12 +219,12 @@ class KafkaDeadLetters:
                 refused[key] = str(error)
                 continue
             letter, record = entry.letter, entry.record
-            kept = [(name, value) for name, value in record.headers() or [] if not is_ours(name)]
+            headers = [(name, value) for name, value in record.headers() or [] if not is_ours(name)]
             message: dict[str, Any] = {"value": record.value(), "key": record.key()}
             partition = letter.properties["partition"]
             if partition in self._partitions.get(topic, ()):  # otherwise partitioned by key
                 message["partition"] = partition
-            headers = [*kept, (REQUEUED, letter.original_id.encode())]
+            headers.append((REQUEUED, letter.original_id.encode()))
             self._cluster.send(topic, refuse, headers=headers, **message)
         self._cluster.confirm()
         return refused

@@ -22,7 +22,7 @@ from airflow_broadway.core.custody.findings import Finding, Level
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.producers.kafka.claims import Claims, Committed, Place, name_of, places_of
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.options import KafkaOptions, reset_timestamp
@@ -97,8 +97,8 @@ def expired_text(place: Place, gaps: Ranges) -> tuple[str, int]:
         return "", 0
     verb, clause = ("was", "it was") if number == 1 else ("were", "they were")
     text = (
-        f"{many(number, 'message')} of {name_of(place)} ({gaps[0][0]}–{gaps[-1][1] - 1}) {verb}"
-        f" removed by retention before {clause} read: let runs come more often, or the topic"
+        f"{pluralize(number, 'message')} of {name_of(place)} ({gaps[0][0]}–{gaps[-1][1] - 1})"
+        f" {verb} removed by retention before {clause} read: let runs come more often, or the topic"
         " keep messages for longer; on_expired='continue' goes on behind them"
     )
     return text, number
@@ -145,9 +145,9 @@ class Opening:
         if members:
             shown = ", ".join(members[:3]) + (", …" if len(members) > 3 else "")
             errors.append(
-                f"the group {self.producer.group_id!r} has {many(len(members), 'member')}"
-                f" ({shown}), which consume beside this pipeline: stop them, or give this pipeline"
-                " a group_id of its own"
+                f"the group {self.producer.group_id!r} has {pluralize(len(members), 'member')}"
+                f" ({shown}), which consume next to this pipeline: stop them, or give this"
+                " pipeline a group_id of its own"
             )
         unknown = "whether the group has members could not be asked"
         notes = [Finding("note", unknown)] if members is None else []
@@ -336,7 +336,7 @@ class Opening:
             self._report_loss(text)
         for offset in state.failed:
             if offset < low:
-                self._report_loss(f"{name_of(place)}-{offset} was to be retried, and is gone.")
+                self._report_loss(f"{name_of(place)}-{offset} was deleted before it was retried.")
         return view._replace(state=replace(view.state, start=low), expired=expired)
 
     def _report_loss(self, text: str) -> None:

@@ -254,7 +254,7 @@ class KafkaOptions(Producer):
         for path, part in parts.items():
             if part.partition_by is not None:
                 rule = (
-                    "nothing beside a KafkaProducer: it partitions by topic and partition itself"
+                    "no value with a KafkaProducer: it partitions by topic and partition itself"
                     " (order='key': by key too)"
                 )
                 raise OptionsError(f"{path}partition_by", rule, part.partition_by)

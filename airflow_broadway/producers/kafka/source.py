@@ -20,7 +20,7 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import BroadwayError, LeaseLapsed, ProducerError
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.producers.kafka import opening
 from airflow_broadway.producers.kafka.claims import (
     Claims,
@@ -394,8 +394,8 @@ class KafkaSource:
                 wanted[place] = reader.wanted(records, now)
                 for offset in reader.superseded(before[place][1], records):
                     log.error(
-                        "%s-%d-%d was to be retried, and is gone (compacted, or removed by"
-                        " retention): it counts as superseded, and comes no more",
+                        "%s-%d-%d was deleted before it was retried (compacted, or removed by"
+                        " retention): it counts as superseded, and is not redelivered",
                         *place,
                         offset,
                     )
@@ -508,8 +508,8 @@ class KafkaSource:
         if self._received:
             log.info(
                 "Received %s of %s.",
-                many(self._received, "message"),
-                many(sum(bool(r.messages) for r in self._readers.values()), "partition"),
+                pluralize(self._received, "message"),
+                pluralize(sum(bool(r.messages) for r in self._readers.values()), "partition"),
             )
         return []
 
@@ -537,7 +537,7 @@ class KafkaSource:
                 log.warning(
                     "%s of %s-%d may not be read yet: they are behind a transaction that is still"
                     " open, at %d.",
-                    many(behind, "offset"),
+                    pluralize(behind, "offset"),
                     *reader.place,
                     reader.end,
                 )

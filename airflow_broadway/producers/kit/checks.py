@@ -13,7 +13,7 @@ from airflow_broadway.core.custody.protocol import Lease
 from airflow_broadway.core.errors import ConnectionMissing, ProducerError
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.model.connections import Connection
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def findings_of_limit(
     attempts = producer.retry.max_attempts if retries else 0
     if not limit or limit >= max(least, attempts):
         return []
-    early = f", before its {many(attempts, 'attempt')} are used up" if limit < attempts else ""
+    early = f", before its {pluralize(attempts, 'attempt')} are used up" if limit < attempts else ""
     text = (
         f"{policy} makes a message a dead letter after {counted}{early}: what a dead or stopped run"
         f" releases counts as one too; set {setting} to {max(least, attempts)} or more"

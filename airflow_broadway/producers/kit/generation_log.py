@@ -176,7 +176,7 @@ class GenerationLog:
 
     def _missing(self, name: str) -> StagingError:
         return StagingError(
-            f"{name} of the generation in {self.folder} is gone: another process has settled it"
+            f"{name} of the generation in {self.folder} was deleted: another process has settled it"
         )
 
 

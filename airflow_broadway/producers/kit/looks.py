@@ -7,7 +7,7 @@ queue.  So each listing is counted in a small file before it begins, and refused
 from __future__ import annotations
 
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.producers.kit.state_files import StateFiles, digest, state_files
 
 #: Deliveries below the limit that are reserved for other clients and for concurrent listings.
@@ -71,7 +71,7 @@ class LookCount:
         return ProducerError(
             f"the dead letters in {self._queue} cannot be listed any more: {self._setting} is"
             f" {self._limit}, each look counts as a delivery, and after"
-            f" {many(self._limit or 0, 'delivery', 'deliveries')} the broker removes a letter;"
+            f" {pluralize(self._limit or 0, 'delivery', 'deliveries')} the broker removes a letter;"
             f" raise {self._setting}, or send back or delete all of them (--all)"
         )
 

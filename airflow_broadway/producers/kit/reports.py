@@ -46,6 +46,6 @@ def about_set_aside(lease: Lease) -> tuple[str, ...]:
         "oversized": "too large",
     }
     return tuple(
-        f"dead letters, unprocessed, beside those received: {count} ({words.get(kind, kind)})"
+        f"dead letters, unprocessed, next to those received: {count} ({words.get(kind, kind)})"
         for kind, count in sorted(lease.state.get("set_aside", {}).items())
     )

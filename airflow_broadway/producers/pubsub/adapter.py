@@ -25,7 +25,7 @@ from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.producers.engine.port import (
     Answer,
     Broker,
@@ -123,7 +123,7 @@ class PubSubBroker(Broker[Client]):
         if kind is not None:
             return (
                 f"{name!r} is a {kind} subscription: Pub/Sub delivers its messages itself, and none"
-                " can be pulled; create a pull subscription beside it"
+                " can be pulled; create a pull subscription next to it"
             )
         if ordered and not producer.message_ordering:
             return (
@@ -150,7 +150,7 @@ class PubSubBroker(Broker[Client]):
             limit,
             FEWEST_DELIVERIES,
             policy=f"the dead-letter policy of {name!r}",
-            counted=many(limit, "delivery", "deliveries"),
+            counted=pluralize(limit, "delivery", "deliveries"),
             setting="max_delivery_attempts",
         )
         if settings.topic == dead_letters.DELETED:
@@ -198,14 +198,14 @@ class PubSubBroker(Broker[Client]):
             gone = {received.receipt for received in messages}
         if not gone:
             return Answer(at, messages)
-        kept, behind = _without(messages, gone)
+        rest, behind = _without(messages, gone)
         requests.send_alone(self.client.hide, ((receipt, Hidden(receipt, 0)) for receipt in behind))
         log.warning(
             "Pub/Sub revoked %d of %d messages on delivery: they are redelivered",
             len(gone),
             len(messages),
         )
-        return Answer(at, kept)
+        return Answer(at, rest)
 
     def read(self, received: Received) -> Contents:
         """Parses a message into Broadway's metadata.
@@ -216,7 +216,7 @@ class PubSubBroker(Broker[Client]):
         raw = received.raw
         message = raw.message
         key = message.ordering_key
-        attributes = dict(found) if (found := message.attributes) else {}
+        attributes = dict(values) if (values := message.attributes) else {}
         metadata = {
             "attributes": attributes,
             "deliveryAttempt": raw.delivery_attempt or None,
@@ -374,7 +374,7 @@ def _without(
     messages: Sequence[Received], gone: Collection[str]
 ) -> tuple[list[Received], list[str]]:
     """Removes expired messages; returns the rest, and receipts that follow in an ordering key."""
-    kept: list[Received] = []
+    rest: list[Received] = []
     behind: list[str] = []
     keys: set[str] = set()
     for received in messages:
@@ -383,15 +383,15 @@ def _without(
         elif received.group in keys:
             behind.append(received.receipt)
         else:
-            kept.append(received)
-    return kept, behind
+            rest.append(received)
+    return rest, behind
 
 
 def _properties(attributes: dict[str, str], key: str) -> str:
     """Returns the properties that a dead letter of the message keeps, as JSON text."""
-    kept: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
     if attributes:
-        kept["attributes"] = attributes
+        properties["attributes"] = attributes
     if key:
-        kept["ordering_key"] = key
-    return json.dumps(kept, separators=(",", ":"))
+        properties["ordering_key"] = key
+    return json.dumps(properties, separators=(",", ":"))

@@ -355,13 +355,13 @@ def _impersonate(credentials: Any, chain: list[str], scopes: list[str]) -> Any:
     from google.auth.impersonated_credentials import Credentials
 
     *delegates, target = chain
-    made: Any = cast(Any, Credentials)(
+    impersonated: Any = cast(Any, Credentials)(
         source_credentials=credentials,
         target_principal=target,
         delegates=delegates,
         target_scopes=scopes,
     )
-    return made
+    return impersonated
 
 
 def _by_provider(connection: Connection, extra: Mapping[str, Any]) -> tuple[Any, str | None]:

@@ -133,8 +133,8 @@ def sent_back(message: Any, message_id: str) -> dict[str, Any]:
             f" room for {limits.REQUEUED}, by which it would be known as redelivered"
         )
     own[limits.REQUEUED] = cut(message_id, limits.MAX_VALUE)
-    made = {"data": message.data, "attributes": own}
-    return {**made, "ordering_key": message.ordering_key} if message.ordering_key else made
+    request = {"data": message.data, "attributes": own}
+    return {**request, "ordering_key": message.ordering_key} if message.ordering_key else request
 
 
 def _own_attributes(attributes: Mapping[str, str]) -> dict[str, str]:
@@ -199,8 +199,8 @@ class PubSubDeadLetters(EngineDeadLetters):
                 (letter.key, Hidden(letter.receipt, self.hidden_seconds)) for letter in received
             )
             gone = self.requests.send(self.dead.hide, hidden)
-            if kept := [letter for letter in received if letter.key not in gone]:
-                return kept
+            if rest := [letter for letter in received if letter.key not in gone]:
+                return rest
         return []
 
     def limit(self) -> tuple[int | None, str]:

@@ -93,9 +93,9 @@ class PubSubProducer(BrokerProducer):
     adapter: ClassVar[str] = "airflow_broadway.producers.pubsub.adapter:PubSubBroker"
     kind: ClassVar[str] = "pubsub"
     #: Cloud Monitoring samples every minute, and a sample is visible up to three minutes later.
-    depth_lag: ClassVar[float] = 240.0
+    depth_staleness: ClassVar[float] = 240.0
     #: Half of it is delivered while the other half is pulled, so that all pulls are in flight.
-    most_at_once: ClassVar[int] = 4000
+    max_fetch: ClassVar[int] = 4000
     actions: ClassVar[Mapping[str, Action]] = _Actions()
 
     subscription: str = option(

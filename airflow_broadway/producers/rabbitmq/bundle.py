@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from airflow_broadway.core.errors import ProducerError
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 VERSION = 3
 #: The most messages in a bundle.
@@ -133,7 +133,7 @@ def contents(data: bytes) -> str:
         header, _ = read_header(data)
     except BundleError:
         return ""
-    return f"a bundle of {many(header.count, 'message')} from the queue {header.queue!r}"
+    return f"a bundle of {pluralize(header.count, 'message')} from the queue {header.queue!r}"
 
 
 #: The checks of a header's values: any publisher can forge a header.
@@ -159,7 +159,7 @@ def unpack(data: bytes) -> tuple[Header, list[Held]]:
         raise BundleError(f"a bundle is damaged: {error}") from None
     if len(messages) != header.count:
         raise BundleError(
-            f"a bundle is damaged: it holds {len(messages)} of {many(header.count, 'message')}"
+            f"a bundle is damaged: it holds {len(messages)} of {pluralize(header.count, 'message')}"
         )
     return header, messages
 

@@ -120,7 +120,7 @@ class RabbitMQOptions(Producer):
     sent_at: ClassVar[tuple[str, ...]] = ("timestamp",)
     keeps_payload: ClassVar[bool] = True
     renews: ClassVar[bool] = False
-    tells_age: ClassVar[bool] = False
+    reports_oldest_age: ClassVar[bool] = False
     assigns_ids: ClassVar[bool] = False
     actions: ClassVar[Mapping[str, Action]] = {
         "ack": Action.ACK,
@@ -234,7 +234,7 @@ class RabbitMQOptions(Producer):
         self._default("conn_id", DEFAULT_CONNECTION if self.uri is None else None)
         if self.uri is not None and self.conn_id is not None:
             raise OptionsError(
-                "RabbitMQProducer.conn_id", "nothing beside 'uri': one of the two", self.conn_id
+                "RabbitMQProducer.conn_id", "no value with 'uri': use one of the two", self.conn_id
             )
         if self.uri is None and self.conn_id is None:
             raise OptionsError.missing(

@@ -21,7 +21,7 @@ from airflow_broadway.core.custody.verdicts import MAX_REASON, Action, Verdict
 from airflow_broadway.core.errors import LeaseLapsed, ProducerError
 from airflow_broadway.core.model.acks import NO_ACK, AckRef
 from airflow_broadway.core.model.message import Message
-from airflow_broadway.core.text import cut, many
+from airflow_broadway.core.text import cut, pluralize
 from airflow_broadway.producers.engine.plan import plan_of
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.kit.reports import beyond, report_of
@@ -160,8 +160,8 @@ def settle(
     entries, guard = _by_id(queue, settlement.entries())
     if guard.refused and settlement.everything is None:  # settlement.rest would apply to them
         raise ProducerError(
-            f"{many(len(guard.refused), 'verdict')} of generation {generation!r} for message ids"
-            " that are not of this queue: nothing was settled, and all are redelivered when the"
+            f"{pluralize(len(guard.refused), 'verdict')} of generation {generation!r} for message"
+            " ids that are not of this queue: nothing was settled, and all are redelivered when the"
             " lease lapses; a transformer must keep the message_id"
         )
     with transaction(queue.db):

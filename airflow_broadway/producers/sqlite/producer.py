@@ -81,7 +81,7 @@ class SqliteProducer(Producer):
         self._default("conn_id", DEFAULT_CONNECTION if self.path is None else None)
         if self.path is not None and self.conn_id is not None:
             raise OptionsError(
-                "SqliteProducer.conn_id", "nothing beside 'path': one of the two", self.conn_id
+                "SqliteProducer.conn_id", "no value with 'path': use one of the two", self.conn_id
             )
         if self.path is None and self.conn_id is None:
             raise OptionsError.missing(

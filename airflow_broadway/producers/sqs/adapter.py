@@ -16,7 +16,7 @@ from airflow_broadway.core.custody.findings import Finding
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.custody.protocol import Delivery, QueueDepth
 from airflow_broadway.core.errors import BroadwayError, ProducerError, ProducerUnavailable
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.producers.engine.port import (
     Answer,
     Broker,
@@ -105,7 +105,7 @@ class SqsBroker(Broker[Queue]):
             limit,
             FEWEST_RECEIVES,
             policy=f"the redrive policy of {queue.name!r}",
-            counted=many(limit, "receive"),
+            counted=pluralize(limit, "receive"),
             setting="maxReceiveCount",
         )
         if not policy and producer.dead_letter is None and producer.may_publish(Delivery()):
@@ -199,7 +199,7 @@ class SqsBroker(Broker[Queue]):
             log.warning(
                 "about %s of the FIFO queue %r waiting behind about %d in flight of the same"
                 " groups, to come when these are settled",
-                many(visible, "message"),
+                pluralize(visible, "message"),
                 queue.name,
                 hidden,
             )

@@ -86,22 +86,22 @@ def value_of(attribute: Mapping[str, Any]) -> dict[str, Any]:
 
 def properties_of(raw: Mapping[str, Any]) -> str:
     """Returns the properties that a dead letter of the message keeps, as JSON text."""
-    kept = properties_as_json(raw)
-    return json.dumps(kept, separators=(",", ":")) if kept else "{}"
+    properties = properties_as_json(raw)
+    return json.dumps(properties, separators=(",", ":")) if properties else "{}"
 
 
 def properties_as_json(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the properties that a dead letter keeps: attributes, group, deduplication id."""
     system = system_of(raw)
-    kept: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
     if raw.get("MessageAttributes"):
-        kept["attributes"] = {
+        properties["attributes"] = {
             name: value_of(attribute) for name, attribute in raw["MessageAttributes"].items()
         }
     for name in ("MessageGroupId", "MessageDeduplicationId", "AWSTraceHeader"):
         if system.get(name):
-            kept[name] = as_text(system[name])
-    return kept
+            properties[name] = as_text(system[name])
+    return properties
 
 
 # -- building dead letters -------------------------------------------------------------------------
@@ -168,12 +168,12 @@ def _attributes(
         attributes = {**own, **{name: _string(value) for name, value in info.items()}}
         attributes["broadway_attempt"] = {"DataType": "Number", "StringValue": str(entry.attempt)}
         return attributes
-    kept = dict(list(own.items())[: limits.MAX_ATTRIBUTES - 1])
+    unpacked = dict(list(own.items())[: limits.MAX_ATTRIBUTES - 1])
     packed: dict[str, Any] = {name.removeprefix("broadway_"): value for name, value in info.items()}
-    moved = {name: value_of(value) for name, value in own.items() if name not in kept}
+    moved = {name: value_of(value) for name, value in own.items() if name not in unpacked}
     if moved:
         packed["attributes"] = moved
-    return {**kept, _PACKED: _string(json.dumps(packed, ensure_ascii=False))}
+    return {**unpacked, _PACKED: _string(json.dumps(packed, ensure_ascii=False))}
 
 
 def _string(value: str) -> dict[str, Any]:

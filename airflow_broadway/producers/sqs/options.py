@@ -106,7 +106,7 @@ class SqsProducer(BrokerProducer):
     adapter: ClassVar[str] = "airflow_broadway.producers.sqs.adapter:SqsBroker"
     kind: ClassVar[str] = "sqs"
     sent_at: ClassVar[tuple[str, ...]] = ("attributes", "sent_timestamp")
-    tells_age: ClassVar[bool] = False
+    reports_oldest_age: ClassVar[bool] = False
 
     queue_url: str | None = option(
         default=None, rule=_URL.or_none(), doc="The queue's URL; or ``queue_name``."
@@ -193,7 +193,7 @@ class SqsProducer(BrokerProducer):
                 'SqsProducer(queue_name="orders"), or its whole address as queue_url',
             )
         if url is not None:
-            self._check("queue_name", None, "nothing beside 'queue_url': one of the two")
+            self._check("queue_name", None, "no value with 'queue_url': use one of the two")
         self._default("lease", timeout or 900.0)
         if self._is_open():
             return

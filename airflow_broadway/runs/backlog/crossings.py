@@ -24,7 +24,7 @@ from airflow_broadway.core.clock import Clock, SystemClock
 from airflow_broadway.core.custody.protocol import QueueDepth
 from airflow_broadway.core.masking import redacted
 from airflow_broadway.core.model.backlog import Backlog
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ def reasons(bounds: Backlog, depth: QueueDepth) -> list[str]:
     """Describes the bounds that a backlog has reached; an unknown age reaches none."""
     reached = []
     if bounds.min_messages is not None and depth.ready >= bounds.min_messages:
-        reached.append(f"{many(depth.ready, 'message')} (min_messages={bounds.min_messages:,})")
+        count = pluralize(depth.ready, "message")
+        reached.append(f"{count} (min_messages={bounds.min_messages:,})")
     age = depth.oldest_age
     if bounds.max_age is not None and depth.ready and age is not None and age >= bounds.max_age:
         reached.append(f"the oldest since {age:,.0f} s (max_age={bounds.max_age:,g})")
@@ -73,7 +74,7 @@ def reasons(bounds: Backlog, depth: QueueDepth) -> list[str]:
 
 def described(depth: QueueDepth) -> str:
     """Describes the depth of a queue."""
-    text = many(depth.ready, "message")
+    text = pluralize(depth.ready, "message")
     if not depth.ready:
         return text
     if depth.oldest_age is None:
@@ -122,14 +123,15 @@ class BacklogWatch:
             wait = min(most, self.bounds.poke_interval * 2.0 ** min(self._failures, 30))
             log.warning(
                 "Could not look at the backlog (%s in a row), the next look is in %.0f s: %s: %s",
-                many(self._failures, "failure"),
+                pluralize(self._failures, "failure"),
                 wait,
                 type(error).__name__,
                 redacted(str(error)),
             )
             return None, wait
         if self._failures:
-            log.info("Could look at the backlog again after %s.", many(self._failures, "failure"))
+            count = pluralize(self._failures, "failure")
+            log.info("Could look at the backlog again after %s.", count)
             self._failures = 0
         return event, self.bounds.poke_interval
 
@@ -170,7 +172,8 @@ class BacklogWatch:
         if runs.open >= self.max_runs:
             if self._held_since is None:
                 self._held_since = now
-                log.info("The backlog has reached its bounds; %s active.", many(runs.open, "run"))
+                active = pluralize(runs.open, "run")
+                log.info("The backlog has reached its bounds; %s active.", active)
             if now - self._held_since < MAX_HOLD:
                 return False
         else:
@@ -199,7 +202,7 @@ class BacklogWatch:
             **depth._asdict(),
             "at": at.isoformat(),
             "crossing": report.first.isoformat(),
-            "told": report.times,
+            "reports": report.times,
         }
 
     def _log_unknown(self, depth: QueueDepth | None) -> None:

@@ -43,14 +43,14 @@ class WatchedQueues:
         return cls(pipeline.name, pipeline.producer.shards())
 
     @property
-    def tells_age(self) -> bool:
+    def reports_oldest_age(self) -> bool:
         """Whether the brokers may report the age of the oldest message."""
-        return all(producer.tells_age for producer in self.producers)
+        return all(producer.reports_oldest_age for producer in self.producers)
 
     @property
     def lag(self) -> float:
         """Staleness of the depth in seconds."""
-        return max(producer.depth_lag for producer in self.producers)
+        return max(producer.depth_staleness for producer in self.producers)
 
     def dumps(self) -> str:
         """Returns JSON for :meth:`loads`, validated by loading it.

@@ -26,7 +26,7 @@ from airflow_broadway.core.formats.ownership import Ownership, highest_try
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.model.connections import Connections, NoConnections
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.runs.plans import OpenPlans
 from airflow_broadway.runs.sinks import record_landed_batches, rule_out_batches
 from airflow_broadway.runs.sources.pipelines import source_of, with_source
@@ -96,7 +96,7 @@ class Isolation:
                 log.error(
                     "%s of this task have begun in this run, and %d of them died: no more is begun;"
                     " messages without an outcome are released, and a later run receives them.",
-                    many(begun, "process"),
+                    pluralize(begun, "process"),
                     deaths.count,
                 )
                 return False
@@ -264,7 +264,7 @@ class Isolation:
         """Returns the reason for dead-lettering a message, as text."""
         alone = self._deaths.alone[batch.batch_id]
         if alone >= self.pipeline.producer.max_crashes:
-            return f"it ended {many(alone, 'process')} that handled nothing else"
+            return f"it ended {pluralize(alone, 'process')} that handled nothing else"
         record = self._on_record.get(batch.batch_id, OnRecord())
         died = self._deaths.interrupted_alone[batch.batch_id] + record.alone
-        return f"it was the only message in hand when {many(died, 'task')} died"
+        return f"it was the only message in hand when {pluralize(died, 'task')} died"

@@ -19,7 +19,7 @@ from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.layout import VERSION
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.staging.crash_records import (
     CrashHistory,
     forget_crashes,
@@ -53,7 +53,7 @@ class StagedSuspects:
         log.info(
             "%s of this pipeline died in the last days: redelivered messages are handled in a"
             " child process.",
-            many(history.crashes, "task"),
+            pluralize(history.crashes, "task"),
         )
         return history
 

@@ -17,7 +17,7 @@ from airflow_broadway.core.custody.report import handled_of
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.live import read_live
 from airflow_broadway.core.formats.manifest import Manifest
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.runs.account import REPORT, summarize_trouble
 from airflow_broadway.staging.run_folder import OPENED, SETTLED, StagedRun, iter_open
 from airflow_broadway.staging.store import Store
@@ -178,7 +178,7 @@ def held_messages(store: Store, pipeline: str, dag_id: str, now: datetime) -> He
         left = (lease.deadline - now).total_seconds()
         if received and left < _LATE_SHARE * lease.seconds:
             late.append(
-                f"The lease on {many(received, 'message')} of the run {run.run_id}"
+                f"The lease on {pluralize(received, 'message')} of the run {run.run_id}"
                 + (f" lapses in {left:,.0f} s." if left > 0 else " has lapsed.")
             )
     return Held(messages=messages, receiving=receiving, late=tuple(late), run_ids=tuple(run_ids))
@@ -216,7 +216,7 @@ def _signs_of_newest(run: PastRun) -> list[Sign]:
     """Lists warnings about a run without errors."""
     signs = []
     if run.dead_lettered >= MANY_DEAD:
-        messages = many(run.dead_lettered, "message")
+        messages = pluralize(run.dead_lettered, "message")
         signs.append(Sign(WARN, f"{messages} of the last run became dead letters.", run.run_id))
     if run.failure_share is not None and run.failure_share >= MANY_FAILED:
         share = f"{run.failure_share:.0%} of the messages of the last run failed."
@@ -231,9 +231,9 @@ def waiting_signs(dead: int | None, oldest_age: float | None, as_of: str) -> lis
     """
     signs = []
     if dead is not None and dead >= MANY_DEAD:
-        signs.append(Sign(WARN, f"{many(dead, 'dead letter')} lie at the broker (as of {as_of})."))
+        text = f"{pluralize(dead, 'dead letter')} lie at the broker (as of {as_of})."
+        signs.append(Sign(WARN, text))
     if oldest_age is not None and oldest_age >= OLD_BACKLOG:
-        hours = oldest_age / 3600.0
-        text = f"The oldest message had waited for {hours:,.1f} h (as of {as_of})."
+        text = f"The oldest message had waited for {oldest_age / 3600.0:,.1f} h (as of {as_of})."
         signs.append(Sign(WARN, text))
     return signs

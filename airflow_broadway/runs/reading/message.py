@@ -15,7 +15,7 @@ from airflow_broadway.core.custody.verdicts import Action
 from airflow_broadway.core.formats.entries import EntryLine, load_line
 from airflow_broadway.core.formats.outcome import Outcome, entry_lines
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.runs.heartbeat import name_of
 from airflow_broadway.runs.reading.payload import Payload, payload_of
 from airflow_broadway.runs.reading.runs import iter_runs
@@ -115,8 +115,7 @@ class TextHits:
 def other_runs(store: Store, run: StagedRun) -> list[StagedRun]:
     """Lists other runs of the same pipeline and Dag, newest first, up to ``MOST_RUNS``."""
     runs = iter_runs(store, dag_id=run.dag_id, pipeline=run.pipeline)
-    others = [other for other in runs if other.run_id != run.run_id]
-    return others[::-1][:MOST_RUNS]
+    return [other for other in runs if other.run_id != run.run_id][::-1][:MOST_RUNS]
 
 
 def find_message(
@@ -186,7 +185,7 @@ def _settlement(run: StagedRun, record: GenerationRecord) -> dict[str, Any]:
     if journal is None:
         return {"settlement": record.state}
     lapsed = journal.report.lapsed
-    more = f" ({many(lapsed, 'message')} of its generation had lapsed)" if lapsed else ""
+    more = f" ({pluralize(lapsed, 'message')} of its generation had lapsed)" if lapsed else ""
     return {"settlement": f"settled{more}", "settled_at": journal.at}
 
 
@@ -316,8 +315,7 @@ def _steps(place: MessagePlace) -> Iterator[Step]:
         yield Step(what=f"handled, and staged for the batcher {place.batcher}", tone="good")
         yield _batch_step(place)
     if place.settled_at is None:
-        status = f"not settled yet: its generation is {place.settlement}"
-        yield Step(what=status, tone="busy")
+        yield Step(what=f"not settled yet: its generation is {place.settlement}", tone="busy")
         return
     verdict = place.verdict or "ack"
     what, tone = f"settled: {verdict}", "warn"

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from airflow_broadway.core.custody.report import CLASS_OF
 from airflow_broadway.core.custody.run_summary import SHOWN_REASONS, merged_reasons
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.runs.reading.batches import reads_ahead
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import GenerationRecord
@@ -100,7 +100,7 @@ def _count(recorded: Recorded, files: Mapping[str, Any]) -> list[Reason]:
     more = Reason(
         count=others.total(),
         stage="",
-        reason=many(len(less_frequent), "other reason"),
+        reason=pluralize(len(less_frequent), "other reason"),
         classes=dict(others),
     )
     return [*rows[:SHOWN_REASONS], more]

@@ -182,8 +182,7 @@ def list_runs(
         for folder, name in by_time[-newest if newest else 0 :]
     )
     summaries = (summary_of(run) for run in runs if run is not None)
-    rows = sorted(summaries, key=lambda row: (row.opened_at, row.dag_id, row.run_id))
-    return rows, len(folders)
+    return sorted(summaries, key=lambda row: (row.opened_at, row.dag_id, row.run_id)), len(folders)
 
 
 def summary_of(run: StagedRun) -> RunSummary:

@@ -45,7 +45,7 @@ from airflow_broadway.core.model.run_source import (
 )
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.schema.encoding import load, load_key
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.runs.sinks import time_sinks
 from airflow_broadway.staging.archive.letters import put_failed
 from airflow_broadway.staging.archive.metadata import metadata_of
@@ -213,7 +213,7 @@ def _find_unsettled(env: ProducerEnv, interval: Interval, options: Archive) -> l
         count += live and (early or options.time != "received_at")
     if not count:
         return []
-    runs = many(count, "execution")
+    runs = pluralize(count, "execution")
     return [f"{runs} of live runs are not settled yet, and their messages of it are not read"]
 
 

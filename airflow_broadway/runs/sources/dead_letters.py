@@ -19,7 +19,7 @@ from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.core.errors import RequestRefused
 from airflow_broadway.core.model.run_source import DEAD_LETTERS, RunSource
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.text import many, parse_timestamp
+from airflow_broadway.core.text import parse_timestamp, pluralize
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def move_letters(pipeline: Pipeline, env: ProducerEnv) -> None:
     first_try = env.owner.get("try_number", 1) == 1
     if not moved.count and (moved.refused or (choice != EVERY and first_try)):
         raise _none_moved(source, moved, place, selection)
-    number = many(moved.count, "dead letter")
+    number = pluralize(moved.count, "dead letter")
     if deletes(source):
         log.info("Deleted %s of %s%s: this run receives nothing.", number, place, selection)
     else:

@@ -51,8 +51,7 @@ class DryRun(PullTask):
         for line in look_lines(look):
             log.info("%s", line)
         if report:
-            at = self.env.clock.now()
-            keep_report(self.staged, [], at=at, look=look)
+            keep_report(self.staged, [], at=self.env.clock.now(), look=look)
         else:
             self.staged.files.replace(LOOK, json.dumps(look, indent=1, sort_keys=True))
         return {**reference, "look": look}

@@ -23,7 +23,7 @@ from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
 from airflow_broadway.core.formats.sums import Summing
 from airflow_broadway.core.model.run_source import RUN, RunSource
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.runs.ports import Ports, open_generation
 from airflow_broadway.runs.reading.batches import StagedBatch, staged_batches
 from airflow_broadway.runs.reading.runs import find_run
@@ -87,7 +87,7 @@ def _choose(run: StagedRun, batch_ids: Collection[str]) -> list[StagedBatch]:
     ]
     if not chosen:
         raise RequestRefused(
-            f"none of {many(len(batches), 'batch')} of run {run.run_id!r} was handled: their"
+            f"none of {pluralize(len(batches), 'batch')} of run {run.run_id!r} was handled: their"
             " messages return to the queue, and the next run handles them; to replay some"
             " nevertheless, name them in source_batches"
         )
@@ -110,8 +110,7 @@ def _find_replaced(run: StagedRun) -> set[str]:
     last = max(past, key=lambda record: record.opened_at)
     begun = last.opened_at
     if RunSource.from_json(last.source).goes_on:
-        same = [record.opened_at for record in records if record.source == last.source]
-        begun = min(same)
+        begun = min(record.opened_at for record in records if record.source == last.source)
     return {record.generation for record in records if record.opened_at < begun}
 
 
@@ -222,7 +221,7 @@ class PastRun:
         self.staged.put_lease(lease)
         self.staged.publish(manifest)
         past = self.pipeline.run.source.run_id
-        log.info("%s of run %s will be replayed.", many(len(chosen), "batch"), past)
+        log.info("%s of run %s will be replayed.", pluralize(len(chosen), "batch"), past)
         return manifest.reference()
 
     def _copy_received(self, chosen: Sequence[StagedBatch]) -> list[str]:

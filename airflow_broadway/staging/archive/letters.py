@@ -108,13 +108,13 @@ class ArchiveLetters:
         moving = Moving(choice)
         for name in self._archive.list(FAILED):
             lines = list(self._read(name))
-            kept = [line for line, letter in lines if not moving.takes(letter)]
-            moving.count += len(lines) - len(kept)
+            remaining = [line for line, letter in lines if not moving.takes(letter)]
+            moving.count += len(lines) - len(remaining)
             path = f"{FAILED}/{name}"
-            if not kept:
+            if not remaining:
                 self._archive.remove(path)
-            elif len(kept) < len(lines):
-                self._archive.replace(path, "\n".join([*kept, ""]))
+            elif len(remaining) < len(lines):
+                self._archive.replace(path, "\n".join([*remaining, ""]))
         return moving.result()
 
     def close(self) -> None:

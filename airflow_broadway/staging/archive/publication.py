@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.formats.manifest import Manifest
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.staging.archive.table import (
     COLUMNS,
     DataFile,
@@ -64,11 +64,10 @@ def publish(
         try:
             files += _place_file(run.files, file, archive, target, again)
         except FileNotFoundError:
-            log.error(
-                "%s of the archive is lost: %s was removed.", many(file.rows, "message"), file.path
-            )
+            count = pluralize(file.rows, "message")
+            log.error("%s of the archive is lost: %s was removed.", count, file.path)
     if files and append(archive, record.generation, files, run.clock.now(), table):
-        count = many(sum(file.rows for file in files), "message")
+        count = pluralize(sum(file.rows for file in files), "message")
         log.info("Generation %s: %s archived.", record.generation, count)
 
 
@@ -99,9 +98,9 @@ def _place_filtered(
             for group in range(source.groups):
                 table = source.read(group)
                 mask = pc.is_in(table["message_id"], value_set=named)
-                kept = table.filter(mask if again.all_but else pc.invert(mask))
-                if kept.num_rows:
-                    files.write([kept])
+                table = table.filter(mask if again.all_but else pc.invert(mask))
+                if table.num_rows:
+                    files.write([table])
         files.close()
     finally:
         files.abort()

@@ -17,7 +17,7 @@ import pyarrow as pa
 from airflow_broadway.core.errors import StagingError
 from airflow_broadway.core.model.pipeline_options import Archive
 from airflow_broadway.core.model.run_source import Interval
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.staging.archive.table import (
     COLUMNS,
     digest_of,
@@ -79,14 +79,14 @@ class ArchivedInterval:
         if any(span.start < interval.end and interval.start < span.end for span in self.removed):
             gaps.append("some of it was removed, by retention or by hand")
         if self.lost:
-            gaps.append(f"{many(len(self.lost), 'file')} of it are gone, such as {self.lost[0]}")
+            gaps.append(f"it lacks {pluralize(len(self.lost), 'file')}, such as {self.lost[0]}")
         return gaps
 
     def remarks(self) -> Sequence[str]:
         """Lists remarks about the archived messages, as sentences."""
         return [
-            f"{many(count, 'message')} of its hours had no time, and were archived by their time of"
-            f" receipt: {why}"
+            f"{pluralize(count, 'message')} of its hours had no time, and were archived by their"
+            f" time of receipt: {why}"
             for why, count in self.untimed.items()
         ]
 
@@ -173,8 +173,9 @@ def _read_hour(archive: Folder, files: Mapping[str, int]) -> pa.Table:
         groups = list(_groups(archive, path, COLUMNS.names))
         if sum(group.num_rows for group in groups) != rows:
             raise StagingError(
-                f"{archive.path}/{path} does not hold the {many(rows, 'message')} of the archive's"
-                " log: nothing of the interval is handled; restore the file, or purge its hour"
+                f"{archive.path}/{path} does not hold the {pluralize(rows, 'message')} of the"
+                " archive's log: nothing of the interval is handled; restore the file, or purge its"
+                " hour"
             )
         parts += groups
     return pa.concat_tables(parts).combine_chunks()
@@ -210,11 +211,11 @@ def _drop_duplicates(table: pa.Table) -> pa.Table:
     if pc.count_distinct(ids).as_py() == table.num_rows:
         return table
     seen: set[Any] = set()
-    kept: list[bool] = []
+    mask: list[bool] = []
     for message_id in ids.to_pylist():
-        kept.append(message_id not in seen)
+        mask.append(message_id not in seen)
         seen.add(message_id)
-    return table.filter(array_of(kept, pa.bool_()))
+    return table.filter(array_of(mask, pa.bool_()))
 
 
 def _read_again(archive: Folder, paths: Collection[str]) -> Mapping[str, set[str]]:
@@ -233,11 +234,11 @@ def _drop_again(table: pa.Table, again: Mapping[str, set[str]]) -> pa.Table:
     A sender can forge the former id of a message, so the payload must be equal too.
     """
     ids: list[Any] = table["message_id"].to_pylist()
-    kept = [
+    mask = [
         message_id not in again or digest_of(table["payload"][row].as_py()) not in again[message_id]
         for row, message_id in enumerate(ids)
     ]
-    return table if all(kept) else table.filter(array_of(kept, pa.bool_()))
+    return table if all(mask) else table.filter(array_of(mask, pa.bool_()))
 
 
 def _redelivered_ids(archive: Folder, contents: ArchivedInterval) -> frozenset[str]:

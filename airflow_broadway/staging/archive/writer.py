@@ -18,7 +18,7 @@ from airflow_broadway.core.errors import ConversionError
 from airflow_broadway.core.model.message import DEFAULT, Message
 from airflow_broadway.core.model.pipeline_options import Archive
 from airflow_broadway.core.schema.encoding import dump, dump_key
-from airflow_broadway.core.text import cut, many
+from airflow_broadway.core.text import cut, pluralize
 from airflow_broadway.staging.archive.metadata import texts_of
 from airflow_broadway.staging.archive.table import (
     COLUMNS,
@@ -97,7 +97,7 @@ class ArchiveWriter:
         if times.untimed and not warned:
             log.warning(
                 "%s for the archive had no time, and are archived by their time of receipt: %s.",
-                many(times.untimed, "message"),
+                pluralize(times.untimed, "message"),
                 times.why,
             )
         return data_files(self._files)

@@ -16,7 +16,7 @@ from airflow_broadway.core.formats.entries import EntryLine, entry_of_row
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.outcome import Outcome
 from airflow_broadway.core.formats.plan import BatchPlan, PlannedBatch
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.settling.journal import Progress
 
@@ -113,8 +113,9 @@ class HeldMessages:
         staged = self.progress.staged
         if staged + lines != manifest.received:
             raise StagingDamaged(
-                f"generation {manifest.generation} received {many(manifest.received, 'message')},"
-                f" but has {staged} staged ones and {many(lines, 'line')} of entries"
+                f"generation {manifest.generation} received"
+                f" {pluralize(manifest.received, 'message')}, but has {staged} staged ones and"
+                f" {pluralize(lines, 'line')} of entries"
             )
 
     def _read(self, plan: BatchPlan) -> None:
@@ -269,8 +270,8 @@ class HeldMessages:
             expected = self._manifest.batchers[batcher]
             if count != expected:
                 raise StagingDamaged(
-                    f"{many(expected, 'message')} staged for the batcher {batcher!r}, but its files"
-                    f" of generation {self._manifest.generation} hold {count}"
+                    f"{pluralize(expected, 'message')} staged for the batcher {batcher!r}, but its"
+                    f" files of generation {self._manifest.generation} hold {count}"
                 )
 
     def _successes(self, decided: _Decided, exceptions: set[str]) -> Iterator[tuple[str, Entry]]:
@@ -308,6 +309,6 @@ class HeldMessages:
         expected = sum(batch.sources[generation] for batch in decided.batches)
         if count != expected:
             raise StagingDamaged(
-                f"batches of {plan.path} hold {many(expected, 'message')} of generation"
+                f"batches of {plan.path} hold {pluralize(expected, 'message')} of generation"
                 f" {generation}, but its files hold {count}"
             )

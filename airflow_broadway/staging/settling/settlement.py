@@ -19,7 +19,7 @@ from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.manifest import Manifest
 from airflow_broadway.core.formats.plan import BatchPlan
 from airflow_broadway.core.pipeline import Pipeline
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.staging.plan_choice import Recorded
 from airflow_broadway.staging.run_folder import SETTLING, GenerationRecord, StagedRun
 from airflow_broadway.staging.settling.held_messages import HeldMessages
@@ -67,7 +67,7 @@ def build_settlement(
             "generation %s: %d of %s released, without an outcome%s",
             generation,
             progress.staged - progress.decided,
-            many(progress.staged, "staged message"),
+            pluralize(progress.staged, "staged message"),
             f" (no plan for {', '.join(progress.unplanned)})" if progress.unplanned else "",
         )
     if only is not None:

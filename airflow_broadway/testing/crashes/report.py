@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from textwrap import wrap
 
-from airflow_broadway.core.text import cut, many, printable, table
+from airflow_broadway.core.text import cut, pluralize, printable, table
 from airflow_broadway.testing.crashes.account import Violation
 from airflow_broadway.testing.crashes.campaign import Totals
 from airflow_broadway.testing.crashes.case import Case, Result
@@ -47,7 +47,7 @@ def report(totals: Totals, again: Callable[[Case], str]) -> list[str]:
             lines += [*_failures(kind, failures, again), ""]
     if totals.unsteady:
         lines += [*_unsteady(totals), ""]
-    total = f"{many(totals.cases, 'case')} at {many(len(totals.points), 'point')}"
+    total = f"{pluralize(totals.cases, 'case')} at {pluralize(len(totals.points), 'point')}"
     failed = f"{len(totals.failures):,} failed" if totals.failures else "none failed"
     return [*lines, f"{total}: {failed}."]
 
@@ -65,7 +65,7 @@ def _table(totals: Totals) -> list[str]:
 
 def _unsteady(totals: Totals) -> Iterator[str]:
     yield from wrap(
-        f"Skipped: {many(len(totals.unsteady), 'call')}, made in some runs only, even without"
+        f"Skipped: {pluralize(len(totals.unsteady), 'call')}, made in some runs only, even without"
         " faults. Such calls depend on time, on chance or on other threads.",
         100,
     )
@@ -78,7 +78,7 @@ def _failures(
     kind: Violation, failures: list[Result], again: Callable[[Case], str]
 ) -> Iterator[str]:
     yield from wrap(
-        f"{kind.value.capitalize()}, in {many(len(failures), 'case')}. {_MEANS[kind]}", 100
+        f"{kind.value.capitalize()}, in {pluralize(len(failures), 'case')}. {_MEANS[kind]}", 100
     )
     yield ""
     for failure in failures[:_CASES]:
@@ -90,4 +90,4 @@ def _failures(
         yield "    Run just this one again:"
         yield f"      {again(failure.case)}"
     if len(failures) > _CASES:
-        yield f"  and {many(len(failures) - _CASES, 'case')} more"
+        yield f"  and {pluralize(len(failures) - _CASES, 'case')} more"

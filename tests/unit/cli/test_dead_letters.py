@@ -155,7 +155,7 @@ def test_delete_and_requeue_need_a_selection(queue, letters):
     ("words", "error"),
     [
         ("Orders --place elsewhere", "lie with it, and not in 'elsewhere'"),
-        ("Orders --conn-id no_such", "nothing beside 'path'"),
+        ("Orders --conn-id no_such", "no value with 'path'"),
         ("Templated", "has the template queue="),
         ("Nothing", "Nothing"),
     ],

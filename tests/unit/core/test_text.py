@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from airflow_broadway.core.text import many, without_outcome
+from airflow_broadway.core.text import pluralize, without_outcome
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from airflow_broadway.core.text import many, without_outcome
     ],
 )
 def test_counts_are_pluralized(number, noun, text):
-    assert many(number, noun) == text
+    assert pluralize(number, noun) == text
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_trigger_reports_the_backlog_and_takes_nothing(queue, monkeypatch):
 
     assert (event["pipeline"], event["ready"]) == ("Orders", 3)
     assert set(event) == {
-        *("pipeline", "reason", "at", "crossing", "told"),
+        *("pipeline", "reason", "at", "crossing", "reports"),
         *("ready", "delayed", "leased", "dead", "oldest_age"),
     }
     assert queue.depth()[:4] == (3, 0, 0, 0)
@@ -292,7 +292,7 @@ def test_backlog_starts_a_dag_of_one_task():
     assert task.max_messages == 7
     [watcher] = dag.schedule.watchers
     assert watcher.trigger.min_messages == 5
-    with pytest.raises(OptionsError, match=r"dag\.ack.*beside run"):
+    with pytest.raises(OptionsError, match=r"dag\.ack.*no value with run"):
         Orders.dag("orders", run={}, ack={})
 
 

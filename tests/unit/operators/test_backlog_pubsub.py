@@ -110,7 +110,7 @@ def test_pubsub_backlog_is_reported_when_it_reaches_its_bounds(
     [event] = then
     assert (event["pipeline"], event["reason"]) == ("Orders", reason)
     assert (event["ready"], event["oldest_age"]) == (reached[0], float(reached[1]))
-    assert all('subscription_id = "orders"' in request.filter for request in google.asked)
+    assert all('subscription_id = "orders"' in request.filter for request in google.requests)
 
 
 def unknown(why: str, google: Monitoring, patch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_google_key_is_read_at_each_look_and_not_stored(google, monkeypatch):
     assert issuers == [account(name)["client_email"] for name in "aabb"]
     payers = [fields.get("x-goog-user-project") for fields in google.metadata]
     assert payers == [None, None, "payer", "payer"]
-    assert {request.name for request in google.asked} == {"projects/key-project"}
+    assert {request.name for request in google.requests} == {"projects/key-project"}
 
 
 def issuer_of(header: str) -> str:

@@ -106,7 +106,7 @@ def test_empty_queue_without_ages_sends_no_age_gauge(tmp_path, monkeypatch):
         AirflowMetrics, "gauge", lambda _, name, value, tags: sent.update({name: value})
     )
     pipeline = Sums(producer={"path": "/none"})
-    monkeypatch.setattr(type(pipeline.producer), "tells_age", False)
+    monkeypatch.setattr(type(pipeline.producer), "reports_oldest_age", False)
     monkeypatch.setattr(
         type(pipeline.producer), "depth", lambda *_: QueueDepth(0, 0, 0, 0, oldest_age=None)
     )

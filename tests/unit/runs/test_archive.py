@@ -345,7 +345,7 @@ def test_missing_part_of_interval_is_reported(world):
     other = Path(world.store.root) / world.archive.path / path
     other.with_name(other.name.replace("00000", "00001")).write_bytes(other.read_bytes())
     other.unlink()
-    assert "1 file of it are gone" in notes(world.backfill("lost"))
+    assert "it lacks 1 file" in notes(world.backfill("lost"))
 
 
 @pytest.mark.parametrize("removed", ["hour", "day", "file"])
@@ -361,8 +361,8 @@ def test_manually_removed_files_are_a_gap_until_purged(world, removed):
 
     report = world.backfill("again")
 
-    gone = {"file": "1 file", "hour": "2 files", "day": "2 files"}[removed]
-    assert f"{gone} of it are gone" in notes(report)
+    missing = {"file": "1 file", "hour": "2 files", "day": "2 files"}[removed]
+    assert f"it lacks {missing}" in notes(report)
     assert report["totals"]["received"] == (1 if removed == "file" else 0)
 
     purge(world.archive, Interval(NINE, NINE + timedelta(hours=1)))

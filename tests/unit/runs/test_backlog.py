@@ -96,7 +96,7 @@ def test_crossing_is_reported_once_with_depth_and_age(world):
     [events] = world.looks(3)
 
     assert events["reason"] == "10 messages (min_messages=10)"
-    assert (events["ready"], events["oldest_age"], events["told"]) == (10, 5.0, 1)
+    assert (events["ready"], events["oldest_age"], events["reports"]) == (10, 5.0, 1)
     assert events["at"] == events["crossing"] == "2026-01-01T00:00:30+00:00"
 
 
@@ -170,7 +170,7 @@ def test_unserved_crossing_is_repeated_with_backoff(world, caplog):
     first, *again = world.looks(round(7 * REPEAT / INTERVAL))
 
     # after 60 seconds, and 120 more
-    assert [event["told"] for event in again] == [2, 3]
+    assert [event["reports"] for event in again] == [2, 3]
     assert {event["crossing"] for event in again} == {first["crossing"]}
     assert "reported 2 times by now.  Is the Dag paused" in caplog.text
 

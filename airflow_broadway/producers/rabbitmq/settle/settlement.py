@@ -32,7 +32,7 @@ from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import ComingAgain, SettleReport
 from airflow_broadway.core.custody.verdicts import COMES_AGAIN, RELEASE, Action, Verdict
 from airflow_broadway.core.errors import BroadwayError, ProducerError
-from airflow_broadway.core.text import many
+from airflow_broadway.core.text import pluralize
 from airflow_broadway.producers.kit.generation_log import GenerationLog, Settled
 from airflow_broadway.producers.kit.guard import MessageGuard
 from airflow_broadway.producers.kit.reports import beyond, report_of
@@ -261,7 +261,7 @@ class LeaseSettlement:
         if not self._lease.state.get("bundles"):  # the lease is from before the first message
             return SettleReport()
         count = int(self._lease.state.get("messages", 0)) - len(self._now)
-        lost = many(count, "message") if count > 0 else "all of it"
+        lost = pluralize(count, "message") if count > 0 else "all of it"
         error = (
             f"the holding queue {name!r} was emptied or deleted by hand before this run had"
             f" published its manifest: its messages are lost ({lost}); holding queues are emptied"
@@ -350,8 +350,8 @@ class LeaseSettlement:
             counted = self._lease.state.get("bundles", 0)
             missing = max(0, counted - len(self._outcome.bundles))
             yield (
-                f"{missing:,} of {many(counted, 'bundle')} {'was' if missing == 1 else 'were'} not"
-                f" in the holding queue {name!r}: removed by hand; of the messages"
+                f"{missing:,} of {pluralize(counted, 'bundle')} {'was' if missing == 1 else 'were'}"
+                f" not in the holding queue {name!r}: removed by hand; of the messages"
                 f" {staged:,} settled from staging, and {lapsed:,} lost there"
             )
 
@@ -488,7 +488,7 @@ def empty(
         purged = queue.purge()
         if purged != expected:
             error = (
-                f"the holding queue {queue.name!r} held {many(purged, 'bundle')} when it was"
+                f"the holding queue {queue.name!r} held {pluralize(purged, 'bundle')} when it was"
                 f" purged, and {expected} were expected: another program published to it"
             )
             log.error("%s", error, extra={"code": "holding_queue_count"})
@@ -592,6 +592,6 @@ def _take_over(
         log.warning(
             "Generation %s has ended and left %s in %r: released into the source queue.",
             generation,
-            many(count, "message"),
+            pluralize(count, "message"),
             queue.name,
         )

@@ -29,10 +29,10 @@ class Broker:
 
     def __init__(self, *answers: Mapping[str, Refusal] | Exception) -> None:
         self.answers = list(answers)
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     def __call__(self, entries: Sequence[Any]) -> Mapping[int, Refusal]:
-        self.asked.append("".join(entries))
+        self.requests.append("".join(entries))
         answer = self.answers.pop(0) if self.answers else {}
         if isinstance(answer, Exception):
             raise answer
@@ -52,28 +52,28 @@ def test_transient_entry_failure_is_retried_alone(send):
     broker = Broker({"b": LATER}, {"b": LATER})
 
     assert send(broker, FOUR) == {}
-    assert broker.asked == ["abcd", "b", "b"]
+    assert broker.requests == ["abcd", "b", "b"]
 
 
 def test_entry_is_sent_at_most_six_times(send):
     broker = Broker(*[{"b": LATER}] * 7)
 
     assert send(broker, FOUR) == {"b": LATER}
-    assert broker.asked == ["abcd"] + ["b"] * 5
+    assert broker.requests == ["abcd"] + ["b"] * 5
 
 
 def test_refused_request_is_bisected_to_one_entry(send):
     broker = Broker(Refused("bad"), {}, Refused("bad"), Refused("bad"))
 
     assert send(broker, FOUR) == {"c": Refusal("Refused", "bad")}
-    assert broker.asked == ["abcd", "ab", "cd", "c", "d"]
+    assert broker.requests == ["abcd", "ab", "cd", "c", "d"]
 
 
 def test_bisection_skips_answered_entries(send):
     broker = Broker({"b": GONE, "c": LATER, "d": LATER}, Refused("bad"), {}, Refused("bad"))
 
     assert send(broker, FOUR) == {"b": GONE, "d": Refusal("Refused", "bad")}
-    assert broker.asked == ["abcd", "cd", "c", "d"]
+    assert broker.requests == ["abcd", "cd", "c", "d"]
 
 
 @pytest.mark.parametrize("lost", ["c", "d"])
@@ -82,7 +82,7 @@ def test_bisection_keeps_unclear_entries(send, lost):
     broker = Broker(text, Refused("bad"), {"c": GONE}, {"d": GONE})
 
     assert send(broker, FOUR) == {item: GONE._replace(unclear=item == lost) for item in "cd"}
-    assert broker.asked == ["abcd", "cd", "c", "d"]
+    assert broker.requests == ["abcd", "cd", "c", "d"]
 
 
 def test_request_error_refuses_remaining_entries(send):
@@ -90,7 +90,7 @@ def test_request_error_refuses_remaining_entries(send):
 
     why = Refusal("ProducerError", "no permission")
     assert send(broker, [*FOUR, "e"]) == {"b": GONE, "c": why, "e": why}
-    assert broker.asked == ["abcd", "c"]
+    assert broker.requests == ["abcd", "c"]
 
 
 def test_bisection_ends_after_ten_single_refusals(send):
@@ -98,11 +98,11 @@ def test_bisection_ends_after_ten_single_refusals(send):
     hopeless = Broker(*[Refused("bad")] * 100)
 
     assert len(send(hopeless, keys)) == 16
-    assert len([item for item in hopeless.asked if len(item) == 1]) == 10
+    assert len([item for item in hopeless.requests if len(item) == 1]) == 10
 
     first, *others = keys
     hopeful = Broker({}, *[Refused("bad")] * 100)
     four = [first, *others[:3]]
 
     assert len(send(hopeful, [*four, *keys[4:]])) == 12
-    assert len([item for item in hopeful.asked if len(item) == 1]) == 12
+    assert len([item for item in hopeful.requests if len(item) == 1]) == 12

@@ -65,7 +65,7 @@ def test_report_is_kept_for_retention(files, log):
 
 
 def test_file_removed_during_read_means_settled(log):
-    with pytest.raises(StagingError, match=r"now-1\.json .* is gone: another process has settled"):
+    with pytest.raises(StagingError, match=r"now-1\.json .* was deleted: another process"):
         log.now(["now-1.json"])
 
 

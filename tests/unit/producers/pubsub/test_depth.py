@@ -36,7 +36,7 @@ def test_ready_is_unacked_minus_leased(monitoring, sub):
     later = other.producer.depth(other.env)
     assert later is not None
     assert (later.ready, later.leased) == (10, 0)
-    for request in monitoring.asked:
+    for request in monitoring.requests:
         assert request.name == "projects/broadway-tests"
         assert f'subscription_id = "{sub.name.split("/")[-1]}"' in request.filter
 

@@ -123,10 +123,10 @@ def test_requests_carry_token_and_quota_project(google, stub, tokens):
     assert run.settle(messages) == SettleReport(acked=1)
     run.close()
 
-    assert {request.call for request in google.asked} >= {
+    assert {request.call for request in google.requests} >= {
         *("GetSubscription", "Pull", "ModifyAckDeadline", "Acknowledge")
     }
-    for request in google.asked:
+    for request in google.requests:
         assert str(request.metadata["authorization"]).startswith("Bearer token-")
         assert request.metadata["x-goog-user-project"] == "payer"
 
@@ -148,7 +148,7 @@ def test_refused_token_is_one_error_and_no_outage(
 
     assert "\n" not in str(raised.value)
     assert SECRET not in "".join(format_exception(raised.value)) + caplog.text
-    assert google.asked == []
+    assert google.requests == []
 
 
 def test_unreachable_token_server_is_outage(google, stub, tokens):

@@ -42,8 +42,8 @@ def test_path_and_connection_are_exclusive():
     with pytest.raises(OptionsError) as error:
         SqliteProducer(queue="q", path="/q.db", conn_id="mine")
     assert str(error.value) == (
-        "invalid value for option 'SqliteProducer.conn_id': expected nothing beside 'path': one of"
-        " the two, got: 'mine'"
+        "invalid value for option 'SqliteProducer.conn_id': expected no value with 'path': use one"
+        " of the two, got: 'mine'"
     )
     missing = "required option 'SqliteProducer.path' not found; give it, such as Sqlite"
     with pytest.raises(OptionsError, match=missing):
