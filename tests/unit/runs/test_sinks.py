@@ -102,8 +102,7 @@ def test_undecodable_metadata_fails_no_message(tmp_path, monkeypatch, pipeline):
     monkeypatch.setattr(
         pipeline, "handle_batch", lambda self, name, messages, *_: messages[0].metadata
     )
-    run = Run(tmp_path) if pipeline is Sums else make(tmp_path)
-    run.send([1, 2])
+    run = (Run if pipeline is Sums else make)(tmp_path, numbers=[1, 2])
 
     with pytest.raises(StagingDamaged, match="cannot be decoded"):
         batch(run, run.process())
