@@ -52,14 +52,12 @@ class BatchReader:
         self._cache: OrderedDict[tuple[int, int], _Group] = OrderedDict()
         self._cached = 0
 
-    def read(
-        self, planned: PlannedBatch, acknowledger: Acknowledger | None = None
-    ) -> list[Message]:
+    def read(self, planned: PlannedBatch, ack: Acknowledger | None = None) -> list[Message]:
         """Returns the messages of a batch, in order of arrival at the batcher.
 
         A message's data is unchanged; with a schema it is a ``dict`` of the schema's columns.
 
-        :param acknowledger: Settles messages that no callback settled immediately, by generation.
+        :param ack: Settles messages that no callback settled immediately, by generation.
         """
         rows: list[tuple[int, Message]] = []
         for file in planned.files:
@@ -73,7 +71,7 @@ class BatchReader:
         generations, part = self._plan.generations, planned.part
         return [
             message.with_acknowledger(
-                NO_ACK if data is None else AckRef(acknowledger, generations[source], data)
+                NO_ACK if data is None else AckRef(ack, generations[source], data)
             )
             for _, message in rows
             for _, source, data in (message.acknowledger,)
@@ -204,8 +202,9 @@ class _Metadata:
             self._texts = from_arrow(self._column)
         try:
             return self._load(self._texts[row])
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise StagingDamaged(f"metadata {self._texts[row]} cannot be decoded") from error
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            keys = ", ".join(self._texts[row])  # not their values, which may be secret
+            raise StagingDamaged(f"the metadata [{keys}] cannot be decoded") from None
 
 
 def _column(table: pa.Table, *names: str) -> list[Any]:
