@@ -15,9 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from airflow.providers.apache.spark.hooks.spark_connect import SparkConnectHook
-from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
-from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
 from airflow.providers.common.compat.sdk import (
     AirflowException,
     AirflowFailException,
@@ -31,6 +28,11 @@ from airflow_broadway.adapters.lineage import LineageMixin, report_execution
 from airflow_broadway.adapters.links import ON_SPARK, note_spark
 from airflow_broadway.adapters.outlets import emit_outlet_events
 from airflow_broadway.adapters.parsing import check_engine, check_submission, pipeline_ref
+from airflow_broadway.adapters.spark_provider import (
+    SparkConnectHook,
+    SparkSubmitHook,
+    SparkSubmitOperator,
+)
 from airflow_broadway.core.errors import ConnectionMissing, OptionsError, StagingError
 from airflow_broadway.core.formats import paths
 from airflow_broadway.core.formats.files import AUTO, CLIENTS

@@ -64,6 +64,16 @@ def hold_by_dead_run(place: Place, generation: str, count: int, **options: Any) 
     return messages
 
 
+def await_lapse(place: Place) -> None:
+    """Waits until the bundles of a dead run count as ready: all but the one that opens its queue.
+
+    A slow broker's messages come in more bundles.
+    """
+    bundles = place.depth(place.queues.held(0))
+    assert bundles
+    eventually(lambda: place.producer().depth(place.env("look")).ready == bundles - 1)
+
+
 def count_atoms(place: Place) -> int:
     """Counts the node's Erlang atoms.  Each call of ``rabbitmqctl eval`` creates some itself."""
     text = place.server.evaluate("erlang:system_info(atom_count).")
@@ -148,8 +158,9 @@ def test_a_dead_runs_messages_are_taken_over_from_its_holding_queue(place):
         for name in place.server.queue_names("broadway.held.")
         if place.name in name and not name.endswith(".claim") and place.depth(name)
     ]
-    assert (name, bundles) == (place.queues.held(0), 4)
-    eventually(lambda: place.producer().depth(place.env("look")).ready == 3)
+    assert name == place.queues.held(0)
+    assert bundles >= 4  # the opening, and at most 500 messages in each of the others
+    await_lapse(place)
 
     taken, report = place.settle("next")
 
@@ -171,7 +182,7 @@ def test_a_run_with_a_valid_lease_is_not_swept(place):
 
 def test_a_dead_run_of_a_renamed_pipeline_is_taken_over(place):
     messages = hold_by_dead_run(place, "dead", 3)
-    eventually(lambda: place.producer().depth(place.env("look")).ready == 1)
+    await_lapse(place)
     place.folder = place.folder / "renamed"
 
     assert sorted(ids(place.settle("next")[0])) == sorted(ids(messages))
@@ -179,7 +190,7 @@ def test_a_dead_run_of_a_renamed_pipeline_is_taken_over(place):
 
 def test_a_killed_sweep_is_completed_by_the_next(place, monkeypatch):
     messages = hold_by_dead_run(place, "dead", 1_200)
-    eventually(lambda: place.producer().depth(place.env("look")).ready == 3)
+    await_lapse(place)
 
     def killed(queue: HoldingQueue) -> None:
         raise SystemExit("killed")
@@ -320,7 +331,7 @@ def test_a_publisher_paused_across_the_unbind_loses_nothing(place):
 
 def test_a_lapsed_publisher_is_fenced_off_by_the_sweep(place):
     messages = hold_by_dead_run(place, "dead", 3)
-    eventually(lambda: place.producer().depth(place.env("look")).ready == 1)
+    await_lapse(place)
 
     taken, _ = place.settle("next")
 
@@ -467,7 +478,7 @@ def test_an_unreadable_bundle_stays_and_the_others_are_released(place, caplog):
     with place.channel() as channel:
         channel.confirm_delivery()
         channel.basic_publish("", place.queues.held(0), NEWER)
-    eventually(lambda: place.producer().depth(place.env("look")).ready == 2)
+    await_lapse(place)
 
     taken, _ = place.settle("next")
 
@@ -524,7 +535,7 @@ def test_ids_of_released_messages_are_not_reused(place):
 def test_concurrent_runs_sweep_a_dead_run_once(place, caplog):
     caplog.set_level(logging.WARNING)
     messages = hold_by_dead_run(place, "dead", 600)
-    eventually(lambda: place.producer().depth(place.env("look")).ready == 2)
+    await_lapse(place)
     barrier, received = threading.Barrier(2), []
 
     def run(generation: str) -> None:

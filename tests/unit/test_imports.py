@@ -34,7 +34,7 @@ BARRED = {
     "runs": [*CLIENTS, "airflow", "pyspark"],
     "plugin": [*CLIENTS, "pyspark"],
     "adapters": [*CLIENTS, "pyspark", "pyarrow"],
-    "operators": [*CLIENTS, "pyspark", "pyarrow"],
+    "operators": [*CLIENTS, "pyspark", "pyarrow", "kubernetes", "kubernetes_asyncio"],
     "sensors": [*CLIENTS, "pyspark", "pyarrow"],
     "triggers": [*CLIENTS, "pyspark", "pyarrow"],
 }
