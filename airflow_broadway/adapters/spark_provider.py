@@ -8,32 +8,21 @@ uses it: for an application on Kubernetes.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from importlib import import_module
 from importlib.util import LazyLoader, find_spec, module_from_spec
+from typing import Any
 
-_KUBE_CLIENT = "airflow.providers.cncf.kubernetes.kube_client"
+_PACKAGE = "airflow.providers.cncf.kubernetes"
 
-
-def import_lazily(name: str) -> None:
-    """Imports a module when its first attribute is used; does nothing without its package."""
-    if name in sys.modules:
-        return
-    try:
-        spec = find_spec(name)
-    except ModuleNotFoundError:
-        return
-    if spec is None or spec.loader is None:
-        return
-    # As in the documentation of importlib.
-    spec.loader = LazyLoader(spec.loader)
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    # Otherwise `from package import module` uses an attribute of the module.
-    package, _, attribute = name.rpartition(".")
-    setattr(sys.modules[package], attribute, module)
-    spec.loader.exec_module(module)
-
-
-import_lazily(_KUBE_CLIENT)
+with suppress(ModuleNotFoundError):  # without that provider
+    _package, _spec = import_module(_PACKAGE), find_spec(f"{_PACKAGE}.kube_client")
+    if _spec is not None and _spec.loader is not None and _spec.name not in sys.modules:
+        _spec.loader = LazyLoader(_spec.loader)
+        # The package gets the attribute, too: an import would use one of the module.
+        _module: Any = module_from_spec(_spec)
+        sys.modules[_spec.name] = _package.kube_client = _module  # type: ignore[attr-defined]
+        _spec.loader.exec_module(_module)
 
 from airflow.providers.apache.spark.hooks.spark_connect import SparkConnectHook  # noqa: E402
 from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook  # noqa: E402

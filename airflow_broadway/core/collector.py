@@ -7,12 +7,13 @@ process stage's time.
 A message is about six objects, and a receive allocates thousands that are freed together.  So the
 threshold is higher, and existing objects are frozen.  Cycles created by callbacks may keep messages
 or tables alive, so the young generations are also collected after a number of message bytes, and
-after each batch.
+after batches.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -21,6 +22,11 @@ from typing import Final
 _THRESHOLD: Final = 50_000
 #: Message bytes after which the young generations are collected.
 _BYTES: Final = 64 * 1024 * 1024
+#: Collections after batches take at most this share of the time.
+_SHARE: Final = 0.05
+
+#: When the next collection after a batch may start, on the monotonic clock.
+_not_before = 0.0
 
 
 @contextmanager
@@ -50,14 +56,25 @@ def look_after(handled: int, collected: int) -> int:
     """
     if handled - collected < _BYTES:
         return collected
-    collect_young()
+    _collect_young()
     return handled
 
 
-def collect_young() -> None:
+def collect_after_batch() -> None:
     """Collects the young generations during :func:`rare_collections`.
 
-    Does nothing in a process that changed the collector's threshold itself.
+    A collection scans the messages of batches that are alive: some milliseconds for thousands.  So
+    it is left out while collections have taken more than :data:`_SHARE` of the time.
     """
+    global _not_before  # noqa: PLW0603 - the collector is the process's, too
+    began = time.monotonic()
+    if began >= _not_before:
+        _collect_young()
+        ended = time.monotonic()
+        _not_before = ended + (ended - began) / _SHARE
+
+
+def _collect_young() -> None:
+    """Collects the young generations, unless the process changed the threshold itself."""
     if gc.isenabled() and gc.get_threshold()[0] == _THRESHOLD:
         gc.collect(1)

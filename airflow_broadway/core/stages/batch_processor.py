@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from airflow_broadway.core import telemetry
-from airflow_broadway.core.collector import collect_young
+from airflow_broadway.core.collector import collect_after_batch
 from airflow_broadway.core.errors import LeaseLapsed, PipelineError, StagingDamaged, StagingError
 from airflow_broadway.core.log_context import log_ids
 from airflow_broadway.core.model.acks import Scope, ack_messages
@@ -128,7 +128,7 @@ class BatchProcessorStage:
             end_span(span, error)
             raise
         finally:
-            collect_young()
+            collect_after_batch()
         if span is not None:
             results = {"successful_messages": successful, "failed_messages": failed}
             span.stop({**metadata, **results})

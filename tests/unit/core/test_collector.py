@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from airflow_broadway.core import collector
-from airflow_broadway.core.collector import look_after, rare_collections
+from airflow_broadway.core.collector import collect_after_batch, look_after, rare_collections
 from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.runs.tasks import UnstagedTask
@@ -79,6 +80,8 @@ def test_cycles_of_callbacks_are_collected_rarely_but_bounded_by_bytes(
     tmp_path, monkeypatch, staged
 ):
     monkeypatch.setattr(collector, "_BYTES", 100)
+    monkeypatch.setattr(collector, "_SHARE", float("inf"))
+    monkeypatch.setattr(collector, "_not_before", 0.0)
     monkeypatch.setattr(LeavingRings, "rings", [])
     monkeypatch.setattr(LeavingRings, "most", 0)
     monkeypatch.setattr(LeavingRings, "thresholds", set())
@@ -104,3 +107,17 @@ def test_collection_runs_after_a_number_of_bytes():
     ring = weakref.ref(Ring())
     assert look_after(collector._BYTES, 0) == collector._BYTES
     assert ring() is not None
+
+
+def test_collections_after_batches_take_a_twentieth_of_the_time(monkeypatch):
+    clock = iter([100.0, 102.0, 141.9, 142.0, 143.0])  # a collection takes from 100 to 102
+    monkeypatch.setattr(collector, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(collector, "_not_before", 0.0)
+    alive = []
+    with rare_collections():
+        for _ in range(3):
+            ring = weakref.ref(Ring())
+            collect_after_batch()
+            alive.append(ring() is not None)
+    assert alive == [False, True, False]
+    assert next(clock, None) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -392,6 +393,16 @@ def test_unsupported_mode_is_refused_before_a_jvm(
         cluster.execute(cluster.planned, **more)
     assert cluster.program.calls == []
     assert cluster.staged.files.list("work") == []
+
+
+def test_kubernetes_client_is_loaded_at_its_first_use():
+    script = (
+        "import sys; from airflow_broadway.operators import spark_submit; "
+        "from airflow.providers.apache.spark.hooks.spark_submit import kube_client; "
+        "print('kubernetes' in sys.modules, kube_client.ApiException.__module__)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert result.stdout.split()[-2:] == [b"False", b"kubernetes.client.exceptions"]
 
 
 def test_kubernetes_without_its_client_is_refused_with_the_extra(cluster, monkeypatch):
