@@ -15,7 +15,7 @@ from typing import Any
 
 _PACKAGE = "airflow.providers.cncf.kubernetes"
 
-with suppress(ModuleNotFoundError):  # without that provider
+with suppress(ImportError):  # without that provider
     _package, _spec = import_module(_PACKAGE), find_spec(f"{_PACKAGE}.kube_client")
     if _spec is not None and _spec.loader is not None and _spec.name not in sys.modules:
         _spec.loader = LazyLoader(_spec.loader)
