@@ -149,8 +149,7 @@ class AirflowApi:
 
         def is_over() -> bool:
             nonlocal state
-            state = str(self.dag_run(dag_id, run_id)["state"])
-            return state in FINISHED
+            return str(self.dag_run(dag_id, run_id)["state"]) in FINISHED
 
         def describe_failure() -> str:
             tasks = {
