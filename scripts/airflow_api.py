@@ -149,7 +149,8 @@ class AirflowApi:
 
         def is_over() -> bool:
             nonlocal state
-            return str(self.dag_run(dag_id, run_id)["state"]) in FINISHED
+            state = str(self.dag_run(dag_id, run_id)["state"])
+            return state in FINISHED
 
         def describe_failure() -> str:
             tasks = {

@@ -179,9 +179,10 @@ class Host:
         if self.ti.try_number > 1:
             return []
         assets = (self.context.get("triggering_asset_events") or {}).values()
-        found: list[Any] = [(e.extra or {}).get("payload") for events in assets for e in events]
-        if all(isinstance(p, Mapping) and {"at", "crossing", "reason"} <= p.keys() for p in found):
-            return found
+        payloads = [(event.extra or {}).get("payload") for events in assets for event in events]
+        keys = {"at", "crossing", "reason"}
+        if all(isinstance(one, Mapping) and keys <= one.keys() for one in payloads):
+            return payloads
         return []
 
 

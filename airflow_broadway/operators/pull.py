@@ -272,7 +272,8 @@ def _check_named_pipeline(letters: Any, context: Context) -> None:
         return
     names: set[str | None] = set()
     for task in dag.tasks:
-        reference = (getattr(task, "partial_kwargs", None) or vars(task)).get("pipeline")
+        arguments = getattr(task, "partial_kwargs", None) or vars(task)
+        reference = arguments.get("pipeline")
         if isinstance(reference, Mapping) and reference.get("task") in ("process", "run"):
             # The name of a class passed as text is known only to its own runs.
             names.add((reference.get("about") or {}).get("name"))

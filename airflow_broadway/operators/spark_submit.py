@@ -392,7 +392,8 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
         # The parent calls this when it has completed ``conf``.
         from airflow_broadway.submit.hook import ConnectHook
 
-        hook = ConnectHook() if self._chosen.master.startswith("sc:") else super()._get_hook()
+        connect = self._chosen.master.startswith("sc:")
+        hook = ConnectHook() if connect else super()._get_hook()
         return hook if self._make_hook is None else self._make_hook(hook)
 
     def _choose_options(self, context: Context) -> Chosen:

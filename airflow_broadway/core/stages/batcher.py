@@ -110,7 +110,8 @@ class BatcherStage:
     def due(self, now: float) -> list[ItemBatch]:
         """Closes batches that have been open for ``batch_timeout``, in order of their deadlines."""
         closed: list[ItemBatch] = []
-        for batch in list(takewhile(lambda batch: batch.deadline <= now, self._open.values())):
+        due = takewhile(lambda batch: batch.deadline <= now, self._open.values())
+        for batch in list(due):
             self._close(batch, Trigger.TIMEOUT, closed)
         return closed
 

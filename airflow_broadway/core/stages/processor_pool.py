@@ -228,7 +228,8 @@ class ProcessorPool:
         if not self._entry.has_lanes:
             sharers = 1 if self._pool is None else self._count
             size = max(1, min(size, -(-len(dispatch) // sharers)))
-        for start in range(0, max(map(len, lanes.values()), default=0), size):
+        longest = max(map(len, lanes.values()), default=0)
+        for start in range(0, longest, size):
             for lane in sorted(lanes, key=lambda lane: lane or 0):
                 messages = lanes[lane]
                 if start < len(messages):
