@@ -77,8 +77,7 @@ def main() -> int:
     """Prints the counts; returns 0."""
     parser = argparse.ArgumentParser(prog="python -m scripts.count_code", description=__doc__)
     parser.add_argument("--below", type=Path, help="the folder whose rooms are counted")
-    arguments = parser.parse_args()
-    below = arguments.below
+    below = parser.parse_args().below
     rooms = rooms_below(below.resolve()) if below else rooms_of_project()
     width = max(map(len, rooms))
     print(f"{'code lines':<{width}} {'lines':>7} {'files':>6}")

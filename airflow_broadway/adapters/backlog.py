@@ -7,8 +7,8 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 from airflow_broadway.adapters.staging import env_outside_run, open_store
 from airflow_broadway.core.custody.protocol import QueueDepth
@@ -75,21 +75,15 @@ async def run_in_thread(function: Callable[[], T], name: str = "broadway-backlog
     The event loop's own threads are few, all triggers share them, and a thread that waits for an
     unresponsive broker would keep the triggerer from ending.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # the thread goes on even if the trigger is cancelled
     context = contextvars.copy_context()  # the ids bound to log lines
-
-    def settle(call: Callable[[Any], None], value: Any) -> None:
-        if not done.done():  # the trigger may have been cancelled meanwhile
-            call(value)
 
     def run() -> None:
         try:
-            outcome: tuple[Callable[[Any], None], Any] = (done.set_result, context.run(function))
+            done.set_result(context.run(function))
         except BaseException as error:
-            outcome = (done.set_exception, error)
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, *outcome)
+            done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)

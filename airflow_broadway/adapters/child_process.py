@@ -38,8 +38,8 @@ class _RelayedComms:
         return await asyncio.to_thread(self._ask, msg)
 
 
-class _TaskRunnerFinder(MetaPathFinder):
-    """Installs the replacement when the module is imported: most pipelines never import it."""
+class _TaskRunnerImporter(MetaPathFinder, Loader):
+    """Sets the replacement in the module when it is imported: most pipelines never import it."""
 
     def __init__(self, comms: _RelayedComms) -> None:
         self._comms = comms
@@ -53,23 +53,11 @@ class _TaskRunnerFinder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ReplacingLoader(spec.loader, self._comms)
+            self._loader, spec.loader = spec.loader, self
         return spec
 
-
-class _ReplacingLoader(Loader):
-    """Loads a module, and sets the replacement in it."""
-
-    def __init__(self, loader: Loader, comms: _RelayedComms) -> None:
-        self._loader = loader
-        self._comms = comms
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Creates it with its own loader."""
-        return self._loader.create_module(spec)
-
     def exec_module(self, module: ModuleType) -> None:
-        """Executes it with its own loader."""
+        """Executes it with its own loader, and sets the replacement."""
         self._loader.exec_module(module)
         setattr(module, _NAME, self._comms)
 
@@ -82,7 +70,7 @@ def connect(ask: Callable[[Any], Any]) -> None:
     if loaded is not None:
         setattr(loaded, _NAME, comms)
     else:
-        sys.meta_path.insert(0, _TaskRunnerFinder(comms))
+        sys.meta_path.insert(0, _TaskRunnerImporter(comms))
 
 
 def _forward(request: Any) -> Any:

@@ -27,19 +27,15 @@ class AirflowConnections:
         :raises ConnectionMissing: If Airflow has none.
         """
         if conn_id not in self._known:
-            self._known[conn_id] = self._look_up(conn_id)
+            try:
+                connection = BaseHook.get_connection(conn_id)
+            except AirflowNotFoundException:
+                raise ConnectionMissing(
+                    f"the Airflow connection {conn_id!r} is not defined; add it under Admin →"
+                    f" Connections, or set the variable AIRFLOW_CONN_{conn_id.upper()}"
+                ) from None
+            self._known[conn_id] = connection_of(conn_id, connection)
         return self._known[conn_id]
-
-    @staticmethod
-    def _look_up(conn_id: str) -> Connection:
-        try:
-            connection = BaseHook.get_connection(conn_id)
-        except AirflowNotFoundException:
-            raise ConnectionMissing(
-                f"the Airflow connection {conn_id!r} is not defined; add it under Admin →"
-                f" Connections, or set the variable AIRFLOW_CONN_{conn_id.upper()}"
-            ) from None
-        return connection_of(conn_id, connection)
 
 
 def connection_of(conn_id: str, connection: Any) -> Connection:

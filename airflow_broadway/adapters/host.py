@@ -137,11 +137,7 @@ class Host:
         """
         dag_run = self.context["dag_run"]
         kind, start, end, past_run, batches, letters = (self.params.get(name) for name in PARAMS)
-        if self._conf.get("dead_letters", letters) != letters:
-            raise RequestRefused(
-                "dead_letters is set, but Airflow does not pass the conf of a run to its params:"
-                " turn [core] dag_run_conf_overrides_params on; nothing was received"
-            )
+        self._check_passed("dead_letters", letters, "dead_letters is set")
         return SourceRequest(
             run_id=str(self.ti.run_id),
             kind=str(kind or declared),
@@ -154,9 +150,14 @@ class Host:
             interval=(dag_run.data_interval_start, dag_run.data_interval_end),
         )
 
-    @property
-    def _conf(self) -> Mapping[str, Any]:
-        return getattr(self.context["dag_run"], "conf", None) or {}
+    def _check_passed(self, name: str, value: Any, text: str) -> None:
+        """Refuses a param that differs from the run's conf: Airflow does not pass it on."""
+        requested = (getattr(self.context["dag_run"], "conf", None) or {}).get(name, value)
+        if requested != value:
+            raise RequestRefused(
+                f"{text.format(requested)}, but Airflow does not pass the conf of a run to its"
+                " params: turn [core] dag_run_conf_overrides_params on; nothing was received"
+            )
 
     def is_dry_run(self) -> bool:
         """Returns whether the run is a dry run.
@@ -167,13 +168,7 @@ class Host:
         value = self.params.get("dry_run")
         if value is not None and not isinstance(value, bool):
             raise RequestRefused(f"dry_run is true or false, and not {value!r:.80}")
-        requested = self._conf.get("dry_run", value)
-        if requested != value:
-            raise RequestRefused(
-                f"dry_run={requested!r:.80} was requested, but Airflow does not pass the conf of a"
-                " run to its params: turn [core] dag_run_conf_overrides_params on; nothing was"
-                " received"
-            )
+        self._check_passed("dry_run", value, "dry_run={!r:.80} was requested")
         return bool(value)
 
     def backlog_events(self) -> list[Mapping[str, Any]]:
@@ -181,18 +176,14 @@ class Host:
 
         A cleared or retried task does its work, even if another run has served the events.
         """
-        payloads: list[Mapping[str, Any]] = []
         if self.ti.try_number > 1:
             return []
-        for events in (self.context.get("triggering_asset_events") or {}).values():
-            for event in events:
-                payload = (event.extra or {}).get("payload")
-                if not (
-                    isinstance(payload, Mapping) and {"at", "crossing", "reason"} <= payload.keys()
-                ):
-                    return []
-                payloads.append(payload)
-        return payloads
+        assets = (self.context.get("triggering_asset_events") or {}).values()
+        payloads = [(event.extra or {}).get("payload") for events in assets for event in events]
+        keys = {"at", "crossing", "reason"}
+        if all(isinstance(one, Mapping) and keys <= one.keys() for one in payloads):
+            return payloads
+        return []
 
 
 def is_supervised() -> bool:

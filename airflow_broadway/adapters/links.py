@@ -35,29 +35,25 @@ def web_address(value: object) -> str | None:
     return text if safe else None
 
 
-def _run_page(ti_key: Any) -> str:
-    base = conf.get("api", "base_url", fallback="") or ""
-    ids = quote(ti_key.dag_id, safe=""), quote(ti_key.run_id, safe="")
-    # Without a host it is a path on the UI's own host.
-    return f"{base.rstrip('/')}/broadway/dags/{ids[0]}/runs/{ids[1]}"
-
-
 class RunPageLink(BaseOperatorLink):
     """The page of the run's messages."""
 
     name = "Broadway"
 
     def get_link(self, operator: Any, *, ti_key: Any) -> str:
-        return _run_page(ti_key)
+        base = conf.get("api", "base_url", fallback="") or ""
+        ids = quote(ti_key.dag_id, safe=""), quote(ti_key.run_id, safe="")
+        # Without a host it is a path on the UI's own host.
+        return f"{base.rstrip('/')}/broadway/dags/{ids[0]}/runs/{ids[1]}"
 
 
-class ReportLink(BaseOperatorLink):
+class ReportLink(RunPageLink):
     """The run's report, once it exists."""
 
     name = "Report"
 
     def get_link(self, operator: Any, *, ti_key: Any) -> str:
-        return f"{_run_page(ti_key)}/report"
+        return f"{super().get_link(operator, ti_key=ti_key)}/report"
 
 
 class _RecordedLink(BaseOperatorLink):
@@ -92,9 +88,7 @@ def note_console(operator: Any, pipeline: Pipeline, ports: Ports) -> None:
         url = pipeline.producer.console(producer_env(pipeline, ports))
     except BroadwayError:
         return  # the task itself reports the error
-    address = web_address(url)
-    if address is not None:
-        _record_link(operator, ConsoleLink(), address)
+    _record_link(operator, ConsoleLink(), web_address(url))
 
 
 def note_spark(operator: Any, context: Context, application_id: str, ui: str) -> None:
@@ -108,5 +102,5 @@ def note_spark(operator: Any, context: Context, application_id: str, ui: str) ->
         _record_link(operator, SparkLink(), page)
 
 
-def _record_link(operator: Any, link: BaseOperatorLink, address: str) -> None:
+def _record_link(operator: Any, link: BaseOperatorLink, address: str | None) -> None:
     operator.__dict__.setdefault("_recorded_links", {})[link.xcom_key] = address

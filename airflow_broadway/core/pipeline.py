@@ -166,8 +166,7 @@ class Pipeline:
         :raises OptionsError: Naming the callback that is missing, or takes other arguments.
         """
         handled = any(batcher.sink is None for batcher in batchers.values())
-        wanted = ["handle_message", *(["handle_batch"] if handled else [])]
-        for name in wanted:
+        for name in ["handle_message", *(["handle_batch"] if handled else [])]:
             if not cls.defines(name):
                 why = f", for its batchers {list(batchers)}" if name == "handle_batch" else ""
                 raise OptionsError(

@@ -102,13 +102,12 @@ class BroadwayBatcherOperator(LineageMixin, BaseOperator):
             plan.triggers,
         )
         counts = task.handle(plan)
-        generations = plan.generations
         report_execution(
             self,
             pipeline,
             host.ports.connections,
             {**reference, **(counts or {})},
-            lambda: source_of(run, generations),
+            lambda: source_of(run, plan.generations),
         )
         if counts is None:
             self._emit_no_events(context, run, pipeline)

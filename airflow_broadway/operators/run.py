@@ -23,7 +23,8 @@ __all__ = ["BroadwayRunOperator"]
 
 
 def check_unstaged(pipeline: Pipeline) -> None:
-    """Refuses a pipeline with an archive or a dead-letter table: this operator stages no messages.
+    """Refuses a pipeline with an archive, a dead-letter table or outlets of batchers: this
+    operator stages no messages.
 
     :raises OptionsError: If the pipeline has one of them.
     """
@@ -35,6 +36,7 @@ def check_unstaged(pipeline: Pipeline) -> None:
                 " task_group() the pipeline can have one",
                 getattr(pipeline, name),
             )
+    check_no_outlets(pipeline)
 
 
 class BroadwayRunOperator(PullOperator):
@@ -67,11 +69,9 @@ class BroadwayRunOperator(PullOperator):
         if pipeline is not None:
             check_engines(pipeline)
             check_unstaged(pipeline)
-            check_no_outlets(pipeline)
 
     def _check_pipeline(self, pipeline: Pipeline) -> None:
         check_unstaged(pipeline)
-        check_no_outlets(pipeline)
 
     def _check_source(self, source: RunSource) -> None:
         if not source.asks_broker:

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from airflow_broadway.core.pipeline import Pipeline
-    from airflow_broadway.runs.plans import OpenPlans
     from airflow_broadway.runs.spark_batches import Ending, SparkBatches
     from airflow_broadway.staging.run_folder import StagedRun
     from airflow_broadway.staging.store import Store
@@ -188,7 +187,13 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
             self._check_complete(batches, batches.end(), error)
         heads = batches.plans.heads
         emit_outlet_events(self, context, run, pipeline, heads)
-        reference = self._reference(batches.plans)
+        reference = batches.plans.reference()
+        if reference["failed"]:
+            self.log.error(
+                "%d of %s failed whole: see the outcomes, and the driver's log.",
+                reference["failed"],
+                pluralize(reference["batches"], "batch"),
+            )
         self._batchers = dict.fromkeys(head.batcher for head in heads)
         report_execution(
             self,
@@ -524,13 +529,3 @@ class BroadwaySparkSubmitOperator(LineageMixin, SparkSubmitOperator):
             f"{text}; the others are valid.{ended}  A retry, or clearing this task, runs only"
             f" those{cause}"
         ) from error
-
-    def _reference(self, plans: OpenPlans) -> dict[str, Any]:
-        reference = plans.reference()
-        if reference["failed"]:
-            self.log.error(
-                "%d of %s failed whole: see the outcomes, and the driver's log.",
-                reference["failed"],
-                pluralize(reference["batches"], "batch"),
-            )
-        return reference

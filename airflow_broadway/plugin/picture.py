@@ -257,8 +257,7 @@ def _collect_flows(overview: Overview | None, tasks: PipelineTasks | None) -> li
     flows = list(overview.flows) if overview else []
     with_messages = {flow.batcher for flow in flows}
     for name in set((tasks.batchers if tasks else None) or ()) - with_messages:
-        empty = Flow(batcher=name, staged=0, planned=None, batches=0, done=0, handled=0)
-        flows.append(empty)
+        flows.append(Flow(batcher=name, staged=0, planned=None, batches=0, done=0, handled=0))
     flows.sort(key=lambda flow: flow.batcher)
     if len(flows) <= _MOST:
         return flows

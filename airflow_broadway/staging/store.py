@@ -338,8 +338,7 @@ class Folder:
         :param below: Whether to include the folders below.
         """
         with translated(f"remove temporary files of {folder}", self.store.uri):
-            path = self.full(folder)
-            self._backend.remove_temporary(path, before.timestamp(), below=below)
+            self._backend.remove_temporary(self.full(folder), before.timestamp(), below=below)
 
     def remove_all(self) -> None:
         """Removes the folder and its content."""

@@ -83,8 +83,7 @@ def ship(class_path: str, folder: Path) -> Shipment:
     target = folder / ZIP_NAME
     _write_zip(target, members)
     launcher = folder / LAUNCHER_NAME
-    source = _PACKAGE / "spark" / "launcher.py"
-    launcher.write_bytes(source.read_bytes())
+    launcher.write_bytes((_PACKAGE / "spark" / "launcher.py").read_bytes())
     return Shipment(target, launcher, packages)
 
 

@@ -88,8 +88,7 @@ def dead_runs(request, tmp_path_factory) -> Iterator[None]:
 def test_dead_runs_of_a_release_are_settled_and_each_row_is_there_once():
     # Given runs of a release: one committed rows that it did not settle, one died at its commits
     # When the present code receives what they left
-    pulled = in_child(next_process)
-    in_child(next_batch, pulled)
+    in_child(next_batch, in_child(next_process))
     in_child(next_ack)
     run = next_run()
 

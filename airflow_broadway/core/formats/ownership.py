@@ -115,15 +115,14 @@ class Ownership:
         for generation in generations:
             if fresh or not self._has_passed(generation):
                 began = self._clock.monotonic()
-                self._check_journal(generation)
+                names = self._files.list(generation)
+                for path in (paths.settled(generation), paths.intent(generation)):
+                    if path.rpartition("/")[2] in names:
+                        raise LeaseLapsed(
+                            f"generation {generation} was settled or released; {CURE}"
+                        )
                 self._passed[generation] = began
             self._check_lease(generation)
-
-    def _check_journal(self, generation: str) -> None:
-        names = self._files.list(generation)
-        for path in (paths.settled(generation), paths.intent(generation)):
-            if path.rpartition("/")[2] in names:
-                raise LeaseLapsed(f"generation {generation} was settled or released; {CURE}")
 
     def _check_lease(self, generation: str) -> None:
         # A deadline only ever moves later, so one in the future needs no second read.

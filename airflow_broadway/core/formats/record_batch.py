@@ -269,7 +269,6 @@ class OpenBatch:
     ) -> Outcome:
         """Builds the batch's outcome; the parameters are those of :class:`Outcome`."""
         recorder = self._recorder
-        seconds = recorder.clock.monotonic() - self._began
         return Outcome(
             batch_id=self._batch.batch_id,
             batcher=recorder.plan.batcher,
@@ -282,7 +281,7 @@ class OpenBatch:
             writer=recorder.writer,
             try_number=recorder.try_number,
             started_at=self._started_at,
-            seconds=round(seconds, 6),
+            seconds=round(recorder.clock.monotonic() - self._began, 6),
             application_id=recorder.application_id,
             settled_now=settled_now or {},
         )

@@ -187,8 +187,7 @@ class LocalBatcher:
             "batcher_key": self.name,
             "context": context_of(self._pipeline),
         }
-        messages = [*map(_message_of, chunk)]
-        span = telemetry.Span("batcher", {**metadata, "messages": messages})
+        span = telemetry.Span("batcher", {**metadata, "messages": [*map(_message_of, chunk)]})
         try:
             closed = self._stage.add(chunk, now)
         except BaseException as error:

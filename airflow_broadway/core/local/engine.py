@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import Any
 
 from airflow_broadway.core import telemetry
@@ -71,7 +72,6 @@ class Engine:
         self._closed = False
         self._process_seconds = 0.0
         context_of(pipeline)  # setup runs first, in this thread
-        inline_batches = inline or sum(o.concurrency for o in pipeline.batchers.values()) <= 1
         self._batchers = {
             name: LocalBatcher(
                 pipeline,
@@ -79,7 +79,7 @@ class Engine:
                 ack=self._settle,
                 clock=self.clock,
                 stop=self._stop,
-                inline=inline_batches,
+                inline=inline or sum(o.concurrency for o in pipeline.batchers.values()) <= 1,
                 on_batch=on_batch,
                 commit=commit,
             )
@@ -133,7 +133,8 @@ class Engine:
     def feed(self, dispatches: Iterable[list[Message]]) -> None:
         """Feeds dispatches through the processors into the batchers."""
         started = time.monotonic()
-        for _, result in self._processors.map(self._until_late(dispatches), wait=self._wait):
+        in_time = takewhile(lambda _: not self._stop.late(), dispatches)
+        for _, result in self._processors.map(in_time, wait=self._wait):
             self._process_seconds += time.monotonic() - started
             self._forward(result.successful)
             self.tick()
@@ -174,12 +175,6 @@ class Engine:
             batcher.close()
 
     # -- internals -----------------------------------------------------------------------------
-
-    def _until_late(self, dispatches: Iterable[list[Message]]) -> Iterator[list[Message]]:
-        for dispatch in dispatches:
-            if self._stop.late():
-                return
-            yield dispatch
 
     def _wait(self) -> float:
         timeout = self.next_timeout()

@@ -87,8 +87,7 @@ class RateLimiter:
             return
 
         def change(current: State) -> State:
-            left = min(current["left"] + unused, current["allowed_messages"])
-            return {**current, "left": left}
+            return {**current, "left": min(current["left"] + unused, current["allowed_messages"])}
 
         self._update(change)
 
@@ -157,15 +156,13 @@ class RateLimiter:
             # The first run, or the pipeline's own options have changed since the last run.
             state = {**declared, "declared": declared, "start": now}
             return {**state, "left": declared["allowed_messages"]}
-        passed = int((now - state["start"]) // state["interval"])
-        if passed < 1:
+        if (now - state["start"]) // state["interval"] < 1:
             state["start"] = min(state["start"], now)  # do not wait for a clock that was set back
             return state
         end = state["start"] + state["interval"]
         state = self._next_window(state)
         # Options that took effect at the window's end may have changed the interval.
-        later = int((now - end) // state["interval"])
-        state["start"] = end + later * state["interval"]
+        state["start"] = end + int((now - end) // state["interval"]) * state["interval"]
         return state
 
     def _next_window(self, state: State) -> State:

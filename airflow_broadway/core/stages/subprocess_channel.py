@@ -13,6 +13,7 @@ import pickle
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any, Final
 
 from airflow_broadway.core.errors import PipelineError
@@ -82,10 +83,8 @@ class PipeChannel:
 
     def close(self) -> None:
         for pipe in (self._writer, self._reader):
-            try:
+            with suppress(OSError):  # the other end has closed
                 pipe.close()
-            except OSError:  # the other end has closed
-                pass
 
 
 def connect(reader: IO[bytes], writer: IO[bytes]) -> PipeChannel:

@@ -253,8 +253,7 @@ async def act(
         return await show_page(request, "dead_letters_confirm.html", **variables)
     choice = {"ids": ids} if ids else filters.choice()
     letters = {"pipeline": pipeline, "action": action, **choice}
-    run_id = await run_in_threadpool(_trigger, request, dag_id, letters, user)
-    variables["run_id"] = run_id
+    variables["run_id"] = await run_in_threadpool(_trigger, request, dag_id, letters, user)
     return await show_page(request, "dead_letters_done.html", **variables)
 
 

@@ -414,8 +414,7 @@ class BackfillOpening(Opening):
         """
         unknown = [place for place in places if self.claims.read(place) is None]
         if unknown:
-            bounds = bounds_of(self.producer, self.env, self.cluster, unknown)
-            for place, bound in bounds.items():
+            for place, bound in bounds_of(self.producer, self.env, self.cluster, unknown).items():
                 self.claims.change(place, lambda known, bound=bound: known or bound)  # type: ignore[misc]
         return {place: self._view_of(place) for place in places}, []
 

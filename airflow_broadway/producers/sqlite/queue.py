@@ -474,8 +474,7 @@ class SqliteQueue:
     def _open_existing(self) -> Iterator[OpenQueue | None]:
         """Opens the queue; yields ``None`` if it does not exist yet."""
         with self._database.open(create=False) as db:
-            queue = None if db is None else self._queue(db)
-            yield queue
+            yield None if db is None else self._queue(db)
 
     @contextmanager
     def _open_or_create(self) -> Iterator[OpenQueue]:

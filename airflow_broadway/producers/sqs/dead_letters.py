@@ -354,8 +354,7 @@ class SqsDeadLetters(EngineDeadLetters):
         return publisher_of(queue if name == queue.name else queue.other(name))
 
     def back(self, letter: DeadLetter, received: Received, to: str) -> dict[str, Any]:
-        fifo = to.endswith(".fifo")
-        return sent_back(received.raw, letter.original_id, fifo=fifo)
+        return sent_back(received.raw, letter.original_id, fifo=to.endswith(".fifo"))
 
     def letter(self, received: Received) -> DeadLetter:
         return letter_of(received.raw, self.source.name)

@@ -342,12 +342,10 @@ def test_run_removed_by_retention_is_named(shop, capsys):
 def test_run_of_two_pipelines_needs_the_pipeline_name(shop, capsys):
     # Given the same run under another pipeline's name
     shop.send(orders(1))
-    run = shop.settled_run()
-    own = Path(run.store.root, "Orders")
+    own = Path(shop.settled_run().store.root, "Orders")
     shutil.copytree(own, own.parent / "Returns")
     for path in (own.parent / "Returns").rglob("generations/*.json"):
-        value = json.loads(path.read_text())
-        path.write_text(json.dumps({**value, "pipeline": "Returns"}))
+        path.write_text(json.dumps({**json.loads(path.read_text()), "pipeline": "Returns"}))
     command_line = ["show", *RUN]
 
     # Then the candidates are listed, and a name selects one
@@ -364,8 +362,7 @@ def test_message_is_found_with_batch_outcome_and_settlement(shop, capsys):
     # Given a run in which one order succeeds, one fails in its batch, and one before any
     shop.bad(1)
     good, bad, void = shop.send([{"n": 0, "shop": "a"}, {"n": 1, "shop": "b"}, {"void": True}])
-    run = shop.settled_run()
-    [record] = run.generations()
+    [record] = shop.settled_run().generations()
     batches = {numbers[0]: batch_id for _, batch_id, numbers in shop.calls()}
 
     # Then each message is found with its outcome
@@ -383,8 +380,7 @@ def test_message_is_found_with_batch_outcome_and_settlement(shop, capsys):
     [place] = ran(capsys, "where", void, "--json").json
     assert (place["batcher"], place["outcome"]) == (None, "failed before any batch")
     assert (place["verdict"], place["reason"]) == ("dead_letter", "void")
-    text = ran(capsys, "where", bad).out
-    assert f"batch id:      {batches[1]}\n" in text
+    assert f"batch id:      {batches[1]}\n" in ran(capsys, "where", bad).out
 
 
 def test_redelivered_message_is_found_twice(shop, capsys):

@@ -122,8 +122,7 @@ def test_payload_is_cut_and_escaped_on_a_terminal(queue, letters):
     assert cut.endswith("x" * 2_000 + "\n")
     assert "5,000 bytes, of which these are the first 2,000 (--bytes shows more)\n" in cut
     assert letters("show", long, "--bytes", "5000").out.count("x") == 5_000
-    result = letters("show", hostile).out
-    assert result.endswith("\\x1b[2J\\u202e evil \\xff\\r\n2nd\n")
+    assert letters("show", hostile).out.endswith("\\x1b[2J\\u202e evil \\xff\\r\n2nd\n")
 
 
 def test_unknown_ids_are_named(queue, letters):
@@ -197,8 +196,7 @@ def test_dead_letters_are_counted_by_reason_and_paged(queue, letters):
     }
     chosen = letters(*words, "--reason", "KeyError", "--json").json
     assert (chosen["total"], chosen["matching"], len(chosen["letters"])) == (5, 2, 2)
-    text = letters(*words).out
-    assert text.splitlines()[1:3] == [
+    assert letters(*words).out.splitlines()[1:3] == [
         "      3  process  ValueError: why",
         "      2  process  KeyError: 'y'",
     ]

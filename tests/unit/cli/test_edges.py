@@ -95,8 +95,7 @@ def test_run_state_is_that_of_its_least_advanced_generation(shop, capsys):
         run.open_generation(lease=lease, task_id="process", map_index=index, try_number=1)
         return lease.generation
 
-    settling = opened(1)
-    run.files.create(paths.intent(settling), "{}")
+    run.files.create(paths.intent(opened(1)), "{}")
     assert state() == "settling"
 
     # When one more has published, and one only begun

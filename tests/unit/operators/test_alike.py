@@ -145,8 +145,7 @@ def test_batches_and_failures_match_the_test_kit(way, tmp_path):
     expected = observe(by_kit, tmp_path / "kit")
     assert len(expected) == 12
     assert sum("Error: " in text for text in expected) == 3
-    observed = observe(lambda folder: way(folder, queued(folder)), tmp_path / "way")
-    assert observed == expected
+    assert observe(lambda folder: way(folder, queued(folder)), tmp_path / "way") == expected
 
 
 # -- callbacks that return something else ----------------------------------------------------------

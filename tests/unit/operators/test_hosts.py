@@ -130,8 +130,7 @@ def test_sensor_settles_its_own_files_before_failing(tmp_path, monkeypatch):
     with pytest.raises(AirflowException, match=hosts.both("two", "one")):
         hosts.run(hosts.ack, "one")
 
-    run = hosts.staged("one")
-    report = json.loads(run.files.read("report.json"))
+    report = json.loads(hosts.staged("one").files.read("report.json"))
     assert report["totals"]["accounted"] == report["totals"]["received"] == 3
     assert not report["balanced"]
     assert re.match(hosts.both("two", "one"), report["unseen"])
@@ -194,8 +193,7 @@ def test_spark_task_on_another_host_fails_and_names_both(hosts, monkeypatch):
 def test_removed_files_are_not_an_empty_run(hosts):
     hosts.run(hosts.process, "one")
     hosts.run(hosts.late, "one")
-    run = hosts.staged("one")
-    shutil.rmtree(hosts.folder / "one" / run.path)
+    shutil.rmtree(hosts.folder / "one" / hosts.staged("one").path)
 
     with pytest.raises(AirflowException, match=r"names 5 messages .* sees 0 messages of it"):
         hosts.run(hosts.ack, "one")
@@ -227,8 +225,7 @@ def test_run_without_messages_reports_requests_and_depth(tmp_path, monkeypatch, 
     assert record.levelname == "INFO"
 
     hosts.run(hosts.ack, "one")
-    run = hosts.staged("one")
-    report = json.loads(run.files.read("report.json"))
+    report = json.loads(hosts.staged("one").files.read("report.json"))
     assert report["generations"][0]["depth"]["leased"] == 3
     assert lines_of(report)[1].startswith(line)
 

@@ -200,8 +200,7 @@ def test_lost_receive_response_is_counted_and_released(tmp_path, monkeypatch):
     with pytest.raises(ProducerError, match="the answer was lost"):
         execute(tmp_path, "r1")
 
-    run = run_of(tmp_path, task_context("r1"), Echo)
-    report = report_of(run)
+    report = report_of(run_of(tmp_path, task_context("r1"), Echo))
     assert nonzero(report) == {"received": 3, "released": 3, "accounted": 3}
     assert report["balanced"]
 

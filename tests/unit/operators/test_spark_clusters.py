@@ -114,8 +114,7 @@ def cluster(tmp_path, monkeypatch):
     options = SimpleNamespace(client=SimpleNamespace(V1DeleteOptions=dict))
     monkeypatch.setitem(sys.modules, "kubernetes", options)
     monkeypatch.setattr(hooks, "time", SimpleNamespace(sleep=lambda seconds: None))
-    exceptions = requests.exceptions
-    api = SimpleNamespace(get=cluster.get, put=cluster.put, exceptions=exceptions)
+    api = SimpleNamespace(get=cluster.get, put=cluster.put, exceptions=requests.exceptions)
     monkeypatch.setattr(hooks, "requests", api)
     return cluster
 

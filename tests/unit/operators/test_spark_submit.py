@@ -195,8 +195,7 @@ def test_one_application_runs_and_a_reference_is_returned(world):
 
 def test_all_batchers_share_one_application(world):
     plans = [world.plan(), world.plan(batcher="wide")]
-    returned = world.execute(*plans)
-    assert returned["batches"] == 6
+    assert world.execute(*plans)["batches"] == 6
     assert len(world.commands) == 1
     assert world.works[0].plans == [plan.path for plan in plans]
 
@@ -292,8 +291,7 @@ def test_chosen_python_stays(world):
 
 
 def test_chosen_executor_python_stays(world):
-    conf = {"spark.pyspark.python": "/opt/python"}
-    world.execute(conf=conf)
+    world.execute(conf={"spark.pyspark.python": "/opt/python"})
     assert settings(world.commands[0])["spark.pyspark.python"] == "/opt/python"
     [env] = world.envs
     assert "PYSPARK_PYTHON" not in env
@@ -563,8 +561,7 @@ def test_serialized_task_holds_only_a_reference():
 
 def test_similar_task_names_have_separate_work_files(world):
     # Given batchers whose names differ in a sign that no name of a file may hold
-    plan = world.plan()
-    plans = OpenPlans(world.run, [plan.path])
+    plans = OpenPlans(world.run, [world.plan().path])
     names = set()
     for task_id, index in (("g.a-b", -1), ("g.a_b", -1), ("g.a", 1), ("g.a.1", -1)):
         world.context["ti"].task_id, world.context["ti"].map_index = task_id, index

@@ -360,8 +360,7 @@ def test_viewer_and_forged_request_move_nothing(site, command, action):
     # A viewer with a valid token
     viewer = site.browser("VIEWER")
     viewer.cookies.set(BROWSER_COOKIE, "b")
-    user = SimpleAuthManagerUser(username="viewer", role="VIEWER")
-    token = make_token(user, "b")
+    token = make_token(SimpleAuthManagerUser(username="viewer", role="VIEWER"), "b")
     for form in (fields, fields | {"confirmed": ""}):
         answer = viewer.post(f"{PAGE}/{action}", data={**form, CSRF_FIELD: token})
         assert answer.status_code == 403

@@ -513,8 +513,7 @@ def test_reasons_differing_in_numbers_are_one(site):
 
 
 def test_batch_with_different_failures_refers_to_the_reasons(site):
-    run = Run(site.staging.parent, numbers=range(5, 100, 5))
-    run.all()
+    Run(site.staging.parent, numbers=range(5, 100, 5)).all()
 
     text = shown(site)
 

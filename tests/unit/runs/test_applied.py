@@ -74,8 +74,7 @@ def test_messages_of_a_lapsed_lease_are_not_handled_again(run: Run) -> None:
 
     # When another run receives all messages
     later = after(run)
-    pulled = later.process()
-    batch(later, pulled)
+    batch(later, later.process())
     totals = balanced(later.ack())
 
     # Then only those whose rows are not in the table are handled

@@ -117,8 +117,7 @@ def test_redelivered_message_is_archived_by_settling_run(world):
     world.send({"minute": 1, "fails": "batch"}, {"minute": 2})
     world.run("one").all()
     assert look(world.archive).messages == 1
-    dead = world.run("two")
-    dead.process()  # and no more: its message goes back
+    world.run("two").process()  # and no more: its message goes back
     world.over.add("two")
 
     # When later runs settle them for good
@@ -846,8 +845,7 @@ def test_run_continuing_a_log_keeps_its_rows(tmp_path):
     # Then it goes on, and the past run that it is has all of its batches, but for the live one's
     assert prepared(world) == 1
     assert written(world) == [1, 2, 3, 4]
-    report = world.run("again", of_run("day")).all()
-    assert report["totals"]["acked"] == 4
+    assert world.run("again", of_run("day")).all()["totals"]["acked"] == 4
 
 
 # -- kills -----------------------------------------------------------------------------------------
@@ -934,8 +932,7 @@ def test_duplicate_message_is_read_once(tmp_path):
     for run_id, minute in (("one", 1), ("two", 1), ("three", 61)):
         with world.queue() as queue:
             queue.send([json.dumps({"minute": minute}).encode()])
-        run = world.run(run_id)
-        run.all()
+        world.run(run_id).all()
     rename_messages(world, "same")
 
     # When an interval that has all of them is run again
@@ -960,8 +957,7 @@ def test_resent_dead_letter_is_read_under_its_last_id(world, monkeypatch):
     with world.queue() as queue:
         [letter] = queue.dead_letters(limit=None)
         again, forged = queue.send([letter.body, b'{"minute": 3}'])
-    taken = world.run("taken")
-    taken.process()
+    world.run("taken").process()
     world.over.add("taken")
     [[[other, _]]] = [batch["rows"] for batch in world.sink("dead")]
     ids = {again: letter.message_id, forged: other}

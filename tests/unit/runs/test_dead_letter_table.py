@@ -317,8 +317,7 @@ def test_memory_is_bounded_by_the_bytes_of_payloads(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given dead letters that have their payloads with them, as at a broker that republishes
-    reference = run.process()
-    record = run.staged.generation(reference["generation"])
+    record = run.staged.generation(run.process()["generation"])
     monkeypatch.setattr(dead_letter_table, "MAX_BYTES", 4_000)
     drawn, committed, held = 0, 0, []
 

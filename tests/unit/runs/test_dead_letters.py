@@ -41,8 +41,7 @@ def test_dead_letters_are_handled_by_current_code(tmp_path):
     received = len(run.calls())
 
     # When a run takes them for its source, with code that fails as before
-    task = process_task(run)
-    result = task.run()
+    result = process_task(run).run()
     run.batch(result.reference)
     report = run.ack()
 
@@ -106,8 +105,7 @@ def test_chosen_dead_letters_are_deleted_and_nothing_received(tmp_path):
     with run.queue() as queue:
         early = [letter for letter in queue.dead_letters(limit=None) if letter.stage == "process"]
     assert 0 < len(early) < 5
-    task = process_task(run, source, max_messages=0)
-    result = task.run()
+    result = process_task(run, source, max_messages=0).run()
     report = run.ack()
 
     assert result.reference["received"] == report["totals"]["received"] == 0

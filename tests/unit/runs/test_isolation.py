@@ -348,8 +348,7 @@ def test_if_everything_dies_nothing_is_blamed(tmp_path: Path, monkeypatch: Any) 
     # Then no message is set aside: all go back, and come with a later run
     assert counts is not None
     assert counts["successful"] == counts["failed"] == 0
-    report = world.run.ack()
-    assert report["totals"]["released"] == 12
+    assert world.run.ack()["totals"]["released"] == 12
     assert world.run.dead() == []
     # And a later try begins no more processes
     seen = len(world.seen())
@@ -492,11 +491,9 @@ def test_an_execution_that_the_host_lost_counts_no_death_of_its_successors_proce
 
 def test_a_stop_is_no_death(tmp_path: Path) -> None:
     world = World(tmp_path, deadly=[], count=12)
-    task = world.task()
-    task.handle(world.plan)
+    world.task().handle(world.plan)
     assert world.deaths() == 0
-    files = world.run.staged.files
-    deaths = Deaths(files, "batch.default", TRIES)
+    deaths = Deaths(world.run.staged.files, "batch.default", TRIES)
     deaths.look(over=None)
     assert (deaths.count, deaths.interruptions) == (0, 0)
 

@@ -97,8 +97,7 @@ def test_fifty_outside_kills_with_a_publisher_dead_letter_nothing(concurrency, t
                 published += 1
 
     for number in range(50):
-        run = runs.next()
-        child = forked(run.process)
+        child = forked(runs.next().process)
         if number % 10 == 0:
             publisher = threading.Thread(target=publish)
             publisher.start()
@@ -229,8 +228,7 @@ def test_unimportable_pipeline_handles_suspects_in_the_parent(
     assert runs.one() == 9
     monkeypatch.delenv(NUMBER)
     monkeypatch.setattr(Deadly, "__module__", "unusual_prefix_0123abcd_deadly")
-    run = runs.next()
-    assert run.process()["received"] == 10
+    assert runs.next().process()["received"] == 10
     assert "no child process could be started for them (PipelineError: the Dag file" in caplog.text
 
 

@@ -147,8 +147,7 @@ def test_runs_narrow_down_poison_that_kills_the_container(tmp_path):
     runs = Runs(tmp_path, [11, 501], [*NUMBERS[:40], 501], crashes=2, whole=True)
 
     # Then messages in hand are handled in ever smaller portions, and the others too
-    count = runs.until_dead([11, 501])
-    assert count <= 20
+    assert runs.until_dead([11, 501]) <= 20
     assert {call.number for call in runs.last.calls()} == {*NUMBERS[:40], 501}
 
 

@@ -153,8 +153,7 @@ def test_outcome_after_release_settles_nothing(run, monkeypatch):
 
     # Then all went back, and the account says so
     assert run.depth() == (25, 0, 0, 0)
-    report = run.ack()
-    totals = balanced(report)
+    totals = balanced(run.ack())
     assert (totals["acked"], totals["released"]) == (0, 25)
 
     # And the next run has all of it again, marked

@@ -76,8 +76,7 @@ def check(run: Run, report: dict[str, Any], *, dead: list[int] = DEAD) -> None:
 def test_killed_process_task_is_retried(run, point):
     dies(run.process, point)
 
-    reference = run.process(try_number=2)
-    run.batch(reference)
+    run.batch(run.process(try_number=2))
     check(run, run.ack())
 
     handled = sorted(call.number for call in run.calls())
@@ -104,16 +103,14 @@ def test_killed_batcher_reruns_the_same_batches(run):
 @pytest.mark.faults
 @pytest.mark.parametrize("point", SETTLE, ids=str)
 def test_sensor_killed_while_settling_settles_once(run, point):
-    reference = run.process()
-    run.batch(reference)
+    run.batch(run.process())
     dies(run.ack, point)
 
     first = run.ack()
     check(run, first)
 
     # And whoever looks again sees the same.
-    again = run.ack()
-    assert {**again, "at": ""} == {**first, "at": ""}
+    assert {**run.ack(), "at": ""} == {**first, "at": ""}
 
 
 @pytest.mark.faults
@@ -160,8 +157,7 @@ def test_killed_sweep_is_completed(run, point):
     dies(later.sweep, point)
 
     # When the next process task sweeps
-    reference = later.process()
-    later.batch(reference)
+    later.batch(later.process())
     report = later.ack()
 
     # Then what had no outcome came back, and what had failed before any batch was a dead letter
@@ -177,12 +173,10 @@ def test_killed_sweep_is_completed(run, point):
 
 def test_sweep_settles_recorded_outcomes_of_a_dead_run(run):
     # Given a run whose batches are done and whose sensor somebody marked
-    reference = run.process(max_messages=30)
-    run.batch(reference)
+    run.batch(run.process(max_messages=30))
 
     # When the next run sweeps
-    later = run.next()
-    report = later.all()
+    report = run.next().all()
 
     # Then its outcomes were carried out: nothing is handled again
     assert len(run.calls()) == len({call.message_id for call in run.calls()})
@@ -244,8 +238,7 @@ def test_plan_voided_by_clearing_process_counts_no_batches(run):
     run.plan(run.process())
 
     # When process is cleared
-    reference = run.process(try_number=2)
-    run.batch(reference, try_number=2)
+    run.batch(run.process(try_number=2), try_number=2)
     report = run.ack()
 
     # Then the report counts every message in one batch
@@ -311,8 +304,7 @@ def test_stand_in_completes_settlement_begun_by_sensor(run):
 
     # Then all messages are released: nothing more will be recorded
     assert [generation.state for generation in run.staged.generations()] == ["settled"]
-    report = run.ack()
-    assert balanced(report)["released"] == COUNT - len(SEVENS)
+    assert balanced(run.ack())["released"] == COUNT - len(SEVENS)
 
 
 @pytest.mark.faults
@@ -368,8 +360,7 @@ def test_lapsed_lease_is_reported_and_balances(run):
     assert counts["without_outcome"] == counts["batches"]
     assert short.calls() == []
 
-    report = short.ack()
-    assert balanced(report)["lapsed"] == COUNT
+    assert balanced(short.ack())["lapsed"] == COUNT
 
 
 def test_same_messages_in_two_generations_have_separate_outcomes(tmp_path):

@@ -112,8 +112,7 @@ def test_incomplete_copies_decide_nothing(run, harm):
         gathered.write_text(text[: len(text) // 2])
     else:  # the failures are successes, says somebody who cannot seal it
         gathered.write_text(text.replace("dead_letter", "ack"))
-    report = run.ack()
-    assert report["balanced"]
+    assert run.ack()["balanced"]
     assert run.dead() == DEAD
     assert run.depth()[:3] == (0, 0, 0)
 
@@ -133,8 +132,7 @@ def test_copy_alone_is_no_outcome(run):
 
 def test_exceptions_beyond_memory_are_read_from_outcomes(run, monkeypatch):
     monkeypatch.setattr(plans, "KEPT_BYTES", 0)
-    report = run.ack()
-    assert balanced(report)["dead_lettered"] == len(DEAD)
+    assert balanced(run.ack())["dead_lettered"] == len(DEAD)
     assert run.dead() == DEAD
 
 
@@ -221,8 +219,7 @@ def test_damage_settles_nothing_and_next_run_receives_all(tmp_path, monkeypatch,
 
     # And the next run, once this one has failed, receives all of it, marked
     later = run.next()
-    report = later.all()
-    assert balanced(report)["received"] == 40
+    assert balanced(later.all())["received"] == 40
     assert run.dead() == [n for n in range(40) if n % 7 == 0 or n % 5 == 0]
     assert run.depth()[:3] == (0, 0, 0)
     again = [call for call in later.calls() if call.redelivered]
@@ -244,8 +241,7 @@ def test_restored_file_is_settled_when_ack_is_cleared(run):
     with pytest.raises(StagingDamaged):
         run.ack()
     path.write_bytes(whole)
-    report = run.ack()
-    assert balanced(report)["received"] == COUNT
+    assert balanced(run.ack())["received"] == COUNT
     assert run.depth()[:3] == (0, 0, 0)
 
 

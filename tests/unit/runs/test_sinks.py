@@ -364,8 +364,7 @@ def test_what_was_committed_before_a_settlement_began_counts(
     monkeypatch.setattr("airflow_broadway.runs.settle.begin_settlement", late)
 
     # When the process task is cleared
-    again = run.process(try_number=2)
-    batch(run, again, try_number=2)
+    batch(run, run.process(try_number=2), try_number=2)
     run.ack()
 
     assert calls
@@ -379,8 +378,7 @@ def test_rows_of_other_process_tasks_stay_when_one_is_cleared(run: Run) -> None:
     watched(run, first, second)
 
     # When the first one and the batcher's task are cleared
-    cleared = run.process(0, try_number=2)
-    watched(run, cleared, second, try_number=2)
+    watched(run, run.process(0, try_number=2), second, try_number=2)
     run.ack()
 
     assert numbers(run) == GOOD
@@ -393,8 +391,7 @@ def test_rows_stay_when_the_process_task_is_cleared(run: Run) -> None:
     dies(lambda: batch(run, pulled), Point(COMMIT, "after", 2))
 
     # When its process task is cleared, and receives what is released
-    again = run.process(try_number=2)
-    batch(run, again, try_number=2)
+    batch(run, run.process(try_number=2), try_number=2)
     run.ack()
 
     assert numbers(run) == GOOD
@@ -450,8 +447,7 @@ def test_batches_are_not_resolved_in_another_sink_than_they_were_planned_for(
         batch(changed, pulled, try_number=2)
     with pytest.raises(SinkError, match=planned):
         changed.ack()
-    later = after_change(run, sink, "manual__2")
-    later.process()
+    after_change(run, sink, "manual__2").process()
 
     # Then nothing is redelivered until it has its own again
     assert run.depth()[2] == 25
@@ -542,8 +538,7 @@ def test_a_folder_that_cannot_be_listed_loses_no_row(
         run.ack()
 
     assert next(listed) > number
-    handled = Counter([*numbers(run), *run.dead()])
-    assert handled == Counter(range(1, 26))
+    assert Counter([*numbers(run), *run.dead()]) == Counter(range(1, 26))
 
 
 def test_without_handle_batch_the_rows_are_the_data(tmp_path: Path) -> None:

@@ -121,8 +121,7 @@ def test_sweep_releases_nothing_written_by_a_newer_release(run, caplog, newer):
     path.write_text("\n".join([json.dumps(value), *rest]))
 
     # The next run leaves it alone, and names the release to use
-    later = run.next()
-    later.sweep()
+    run.next().sweep()
 
     assert run.depth() == (3, 0, 3, 0)
     assert "format version 99" in caplog.text

@@ -152,8 +152,7 @@ def test_paused_backfill_deletes_nothing_that_was_committed_since(
             world.over.add("dead")
             world.backfill("again")
         else:
-            run = world.run("dead", of_minutes(0, 60))
-            run.all()
+            world.run("dead", of_minutes(0, 60)).all()
 
     precede(monkeypatch, meanwhile, _Client, "delete", once=True)
 

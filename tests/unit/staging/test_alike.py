@@ -243,8 +243,7 @@ def test_keys_with_one_text_are_one_key_everywhere():
 
 def test_raising_partition_by_fails_its_message_everywhere():
     options: Any = {"partition_by": lambda message: 1 // message.data, "concurrency": 2}
-    messages = [message(n, n) for n in (1, 0, -1, 2)]
-    batches, failed = check_alike(messages, **options)
+    batches, failed = check_alike([message(n, n) for n in (1, 0, -1, 2)], **options)
     assert [message_id for message_id, _ in failed] == ["m-0", "m--1"]
     assert sorted(batch[1] or 0 for batch in batches) == [0, 1]
     assert failed[0][1].startswith("ZeroDivisionError")

@@ -141,8 +141,7 @@ def test_plan_of_another_root_is_refused(tmp_path):
 
 def test_manifest_with_too_few_messages_is_damaged(tmp_path):
     run, pipeline = open_run(tmp_path), pipeline_with()
-    generation = publish(run, pipeline, [stream(3)])
-    manifest = run.manifest(generation)
+    manifest = run.manifest(publish(run, pipeline, [stream(3)]))
     assert manifest is not None
     recorded = Recorded(run)
 

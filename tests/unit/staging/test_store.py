@@ -178,8 +178,7 @@ def test_root_keeps_its_id(tmp_path):
 def test_root_of_another_host_is_refused_with_both_hosts(tmp_path, monkeypatch):
     # Given one path that is another disk on each of two hosts
     monkeypatch.setattr("airflow_broadway.staging.store.host_name", lambda: "worker-1")
-    first = Store.open(f"file://{tmp_path}/disk-1")
-    first_id = first.root_id()
+    first_id = Store.open(f"file://{tmp_path}/disk-1").root_id()
     monkeypatch.setattr("airflow_broadway.staging.store.host_name", lambda: "worker-2")
     second = Store.open(f"file://{tmp_path}/disk-2")
 
@@ -292,8 +291,7 @@ class _Fs:
     ],
 )
 def test_spark_gets_the_scheme_of_its_file_system(uri, spark):
-    store = Store(_Fs(), "bucket/staging", uri)
-    assert store.spark_uri("p") == (spark or f"{uri}/p")
+    assert Store(_Fs(), "bucket/staging", uri).spark_uri("p") == (spark or f"{uri}/p")
 
 
 def test_spark_gets_three_slashes_for_a_disk(tmp_path):
@@ -302,8 +300,7 @@ def test_spark_gets_three_slashes_for_a_disk(tmp_path):
 
 
 def test_root_file_names_host_and_time(tmp_path):
-    store = Store.open(f"file://{tmp_path}")
-    store.root_id()
+    Store.open(f"file://{tmp_path}").root_id()
     document = json.loads((tmp_path / ".broadway-root.json").read_text())
     assert set(document) == {"version", "id", "host", "created_at"}
 

@@ -33,8 +33,7 @@ class Pipeline(Passing):
 
 
 def test_one_message_is_flushed():
-    driver = PipelineDriver(Pipeline)
-    tested = test_message(driver, "good", metadata={"a": 1})
+    tested = test_message(PipelineDriver(Pipeline), "good", metadata={"a": 1})
     assert [message.metadata for message in tested.successful] == [{"a": 1}]
     assert [batch.info.trigger.value for batch in tested.batches] == ["flush"]
 

@@ -181,8 +181,7 @@ class HoldingQueue:
         return None if self._first is None else read_header(self._first.body)[0]
 
     def _get(self) -> Delivered | None:
-        exists = self._connection.depth(self.name) is not None
-        return self.getter.get() if exists else None
+        return self.getter.get() if self._connection.depth(self.name) is not None else None
 
     def fence(self, generation: str) -> None:
         """Unbinds the generation: RabbitMQ returns its bundles from now on."""

@@ -183,8 +183,7 @@ class Consumer:
                 delivered.route, delivered.properties, trusted=mark.turn in turns
             )
         except ProducerError:  # not a mark of ours: an ordinary message
-            fresh = self._ids.fresh()
-            return Held(fresh, 1, True, delivered.route, delivered.properties, body)
+            return Held(self._ids.fresh(), 1, True, delivered.route, delivered.properties, body)
         content = hash((mark.released_by, mark.attempt, route, properties, body))
         message_id = self._ids.marked(mark.message_id, content, mark.turn, turns)
         if message_id is None:

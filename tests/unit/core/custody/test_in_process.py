@@ -110,8 +110,7 @@ def test_refused_verdicts_are_retried_at_the_end():
 def test_partial_immediate_settlement_counts_though_it_raises(reason):
     # Given a callback that settles three messages immediately, of which the broker refuses one
     leased = messages(4)
-    custodian = Custodian(leased, ["m-1"], reason)
-    settler = settler_of(custodian, leased)
+    settler = settler_of(Custodian(leased, ["m-1"], reason), leased)
     error: type[BroadwayError] = LeaseLapsed if reason == "lapsed" else ProducerError
     with pytest.raises(error):
         settler.settle_now("process", [(message, ACK) for message in leased[:3]], [])

@@ -145,8 +145,7 @@ def test_batches_that_were_in_hand_wait_for_the_others() -> None:
 def test_parts_that_were_in_hand_least_go_first() -> None:
     parts = [replace(single(name), size=size) for name, size in [("a", 9), ("b", 5), ("c", 7)]]
     on_record = {"a": OnRecord(2, 1), "b": OnRecord(1, 25), "c": OnRecord(1, 25)}
-    found = step(Died(), *parts, suspects=True, on_record=on_record)
-    assert found.run == ["c", "b", "a"]
+    assert step(Died(), *parts, suspects=True, on_record=on_record).run == ["c", "b", "a"]
 
 
 @pytest.mark.parametrize(("here", "before"), [(2, 0), (0, 2), (1, 1)])
@@ -155,8 +154,7 @@ def test_a_message_is_set_aside_after_more_than_max_crashes_whole_tasks_died_at_
 ) -> None:
     def aside(here: int) -> list[str]:
         died = Died(in_hand={"a": here}, in_hand_alone={"a": here})
-        on_record = {"a": OnRecord(before, 1, before)}
-        found = step(died, suspects=True, on_record=on_record)
+        found = step(died, suspects=True, on_record={"a": OnRecord(before, 1, before)})
         return [item.batch_id for item in found.aside]
 
     assert aside(here) == []

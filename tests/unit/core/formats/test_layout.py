@@ -43,8 +43,7 @@ def test_newer_file_names_its_release():
 
 def test_unknown_field_is_ignored():
     outcome = Outcome(batch_id="b", batcher="default", plan="p", successful=1, failed=0)
-    text = sealed({**asdict(outcome), "new": [1]})
-    assert Outcome.loads(text, "a/b.json") == outcome
+    assert Outcome.loads(sealed({**asdict(outcome), "new": [1]}), "a/b.json") == outcome
     assert outcome.release == __version__
 
     lease = Lease(kind="k", generation="g", seconds=1.0, deadline=datetime.now(UTC))

@@ -188,8 +188,7 @@ def test_batch_info_and_outcome_are_recorded(files):
 def test_batch_taken_over_is_neither_begun_nor_recorded(files, taken, error):
     # Given a batch that is being handled
     lend(files)
-    recorder = recorder_of(files, fresh=True)
-    batch = recorder.begin(PLANNED, None)
+    batch = recorder_of(files, fresh=True).begin(PLANNED, None)
 
     # When a later try takes the task over, or the messages are about to be settled
     files.create(taken, "{}")

@@ -316,8 +316,7 @@ def test_batches_of_one_key_stay_in_order_without_partition_by():
                 handled.extend((key, m.data) for m in messages)
             return messages
 
-    report = Pipeline().run_local(range(300))
-    assert report.failed == 0
+    assert Pipeline().run_local(range(300)).failed == 0
     for index, key in enumerate("abc"):
         assert [data for other, data in handled if other == key] == [*range(index, 300, 3)]
 

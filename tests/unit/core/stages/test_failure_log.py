@@ -39,8 +39,7 @@ def test_first_ten_failures_are_logged_in_full_and_all_in_a_table(caplog):
         "Failing.handle_message failed message 'given-1': ValueError: odd: 1"
     )
     # Those that differ in numbers alone are one reason
-    table = caplog.records[-1].getMessage()
-    assert table.splitlines() == [
+    assert caplog.records[-1].getMessage().splitlines() == [
         "600 messages failed in this run, by reason:",
         "        400  ValueError: odd: 1",
         "        200  a multiple of five",

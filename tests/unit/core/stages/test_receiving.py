@@ -63,8 +63,7 @@ class _Stopping(_Broken):
 
 def test_stop_while_waiting_is_not_an_empty_queue():
     source: Any = _Stopping()
-    clock = ManualClock()
-    intake = receiving(source, clock, stop_reason=lambda: source.reason)
+    intake = receiving(source, ManualClock(), stop_reason=lambda: source.reason)
 
     assert list(intake) == []
     assert intake.ended == "signal"
@@ -198,8 +197,7 @@ def _enqueued(message: Message) -> datetime | None:
 )
 def test_waiting_time_of_messages_is_measured(receipts, waited):
     source: Any = _Late(*receipts)
-    clock = ManualClock()
-    intake = receiving(source, clock, enqueued_at=_enqueued)
+    intake = receiving(source, ManualClock(), enqueued_at=_enqueued)
 
     list(intake)
 

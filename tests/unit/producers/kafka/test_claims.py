@@ -35,8 +35,7 @@ def test_concurrent_claims_have_one_winner():
 
 
 def test_only_own_generation_ends_claim():
-    files = MemoryFiles()
-    claims = Claims(files)
+    claims = Claims(MemoryFiles())
     claim(claims, "one")
 
     claims.end(PLACE, "other", Claim(start=3))
@@ -46,8 +45,7 @@ def test_only_own_generation_ends_claim():
 
 
 def test_partition_is_claimed_until_30_s_after_lease():
-    files = MemoryFiles()
-    claims = Claims(files)
+    claims = Claims(MemoryFiles())
     held = claim(claims, "one")
 
     assert claims.held_until(held, 129.0) == 100.0

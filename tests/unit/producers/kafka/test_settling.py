@@ -153,8 +153,7 @@ def test_release_keeps_attempts_without_delay():
     end = settled(claim, {}, rest=RELEASE, names=(0, 1, 2))
     assert end.after.failed == {1: Failed(2, 0.0)}
 
-    done = settled(claimed(0, 3, failed=end.after.failed), {})
-    assert done.after.failed == {}
+    assert settled(claimed(0, 3, failed=end.after.failed), {}).after.failed == {}
 
 
 def test_waiting_message_is_neither_counted_nor_finished():

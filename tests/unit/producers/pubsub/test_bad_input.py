@@ -480,7 +480,6 @@ def test_disabled_api_is_named(action, service):
     from google.api_core.exceptions import PermissionDenied
     from google.rpc.error_details_pb2 import ErrorInfo
 
-    info = ErrorInfo(reason="SERVICE_DISABLED")
-    error = PermissionDenied("no", error_info=info)
+    error = PermissionDenied("no", error_info=ErrorInfo(reason="SERVICE_DISABLED"))
     text = str(translated(error, action, "projects/p/subscriptions/s", "here"))
     assert f"gcloud services enable {service}.googleapis.com" in text

@@ -19,8 +19,7 @@ def monitoring(monkeypatch):
 
 def test_ready_is_unacked_minus_leased(monitoring, sub):
     sub.put("a", "b", "c")
-    run = sub.begin()
-    assert len(run.take()) == 3
+    assert len(sub.begin().take()) == 3
     monitoring.values = {
         "num_undelivered_messages": [10, 99],
         "oldest_unacked_message_age": [4711, 1],

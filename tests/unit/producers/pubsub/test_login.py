@@ -119,8 +119,7 @@ def begin(google: Witness, stub: StubServer, token_uri: str, **extra: str) -> Ge
 
 def test_requests_carry_token_and_quota_project(google, stub, tokens):
     run = begin(google, stub, tokens.uri, quota_project_id="payer")
-    messages = run.take(1)
-    assert run.settle(messages) == SettleReport(acked=1)
+    assert run.settle(run.take(1)) == SettleReport(acked=1)
     run.close()
 
     assert {request.call for request in google.requests} >= {

@@ -93,8 +93,7 @@ def test_twelve_hours_of_dying_runs_lose_nothing(runs, count, sub):
         seen |= bodies
         run.source.stop()
         if number % 5 != 4 or number >= runs:
-            report = run.settle(messages)
-            assert report.acked == len(messages)
+            assert run.settle(messages).acked == len(messages)
             assert not bodies & acked
             acked |= bodies
         run.close()

@@ -92,15 +92,13 @@ def test_dead_letter_keeps_binary_attribute(run):
 
 def dead_letter(run: SqsHalves, **more: Any) -> None:
     """Receives a message, and dead-letters it."""
-    messages = run.take_new(["a"], **more)
-    report = run.settle(messages, {"a": DEAD_LETTERED})
+    report = run.settle(run.take_new(["a"], **more), {"a": DEAD_LETTERED})
     assert report.dead_lettered == 1, report
 
 
 @pytest.mark.parametrize(("delay", "seconds"), [(1.0, 1), (1.001, 2), (59.5, 60)])
 def test_delay_is_rounded_up_to_seconds(delay, seconds, run):
-    messages = run.take_new(["a"])
-    run.settle(messages, {"a": RETRY._replace(delay=delay)})
+    run.settle(run.take_new(["a"]), {"a": RETRY._replace(delay=delay)})
 
     run.clock.advance(seconds - 0.001)
     assert run.fake.waiting() == []
@@ -159,8 +157,7 @@ def test_settlement_in_last_hour_is_reported(left, reported, run):
 def test_lapse_keeps_retry_count(tmp_path):
     staging = f"file://{tmp_path}"
     with halves(staging) as run:
-        messages = run.take_new(["a"])
-        run.settle(messages, {"a": RETRY})
+        run.settle(run.take_new(["a"]), {"a": RETRY})
     with halves(staging, fake=run.fake) as lapsed:
         assert [message.attempt for message in lapsed.take()] == [2]
         lapsed.clock.advance(601.0)

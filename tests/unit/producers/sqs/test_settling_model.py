@@ -148,8 +148,7 @@ def test_report_matches_broker(verdicts, faults):
             ("dead_lettered", Action.DEAD_LETTER),
             ("released", Action.RELEASE),
         ):
-            done = getattr(report, name)
-            assert wanted[action] - report.failed <= done <= wanted[action]
+            assert wanted[action] - report.failed <= getattr(report, name) <= wanted[action]
         # No message stays invisible beyond its lease.
         run.clock.advance(601.0)
         assert len(run.fake.waiting()) == len(messages) - len(gone)

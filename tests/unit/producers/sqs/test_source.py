@@ -125,8 +125,7 @@ def test_stop_releases_messages_not_handed_out(run):
 
     assert 500 <= len(messages) <= 1000
     assert len(run.fake.waiting()) == 2000 - len(messages)
-    report = run.settle(messages)
-    assert report.acked == len(messages)
+    assert run.settle(messages).acked == len(messages)
 
 
 @options(receive_concurrency=2, wait_time_seconds=20)
@@ -215,22 +214,19 @@ def test_receive_of_known_messages_is_not_empty(run):
 def test_buffered_message_is_renewed_before_hand_out(run):
     run.fake.put([*map(str, range(20))])
     assert len(run.source.receive(20, timeout=0)) == 20
-    now = run.clock.now().timestamp()
-    run.source._ready = [(now, received(run.fake))]
+    run.source._ready = [(run.clock.now().timestamp(), received(run.fake))]
     run.clock.advance(200.0)
 
     [message] = run.take(1)
 
     assert message.data == b"more"
     assert run.fake.entries["ChangeMessageVisibility"] == 1
-    until = run.source._receipts._spans[-1][0]
-    assert until == run.clock.now().timestamp() + 600
+    assert run.source._receipts._spans[-1][0] == run.clock.now().timestamp() + 600
 
 
 @pytest.mark.parametrize("code", ["ReceiptHandleIsInvalid", "InternalError"])
 def test_unrenewable_buffered_message_is_not_handed_out(code, run):
-    now = run.clock.now().timestamp()
-    run.source._ready = [(now, received(run.fake))]
+    run.source._ready = [(run.clock.now().timestamp(), received(run.fake))]
     run.clock.advance(200.0)
 
     refusal = {"Id": "0", "Code": code, "SenderFault": False}
@@ -359,8 +355,7 @@ def test_fifo_queue_is_partitioned_by_group_by_default():
     assert orders.processors.partition_by == orders.producer.partition_of
     assert orders.batchers["default"].partition_by == orders.producer.partition_of
     assert Orders(partition_by=own).processors.partition_by is own
-    standard = Orders(producer={"queue_url": URL})
-    assert standard.processors.partition_by is None
+    assert Orders(producer={"queue_url": URL}).processors.partition_by is None
 
 
 @options(queue_url=FIFO)

@@ -232,8 +232,7 @@ def test_late_receipt_is_written_before_lease(run):
     # The manifest is published: another process settles before this source is closed.
     assert run.other()._folder.durable
     run.source._folder.close(run.env.generation)
-    report = run.settle(messages, by=run.other())
-    assert report == SettleReport(acked=1)
+    assert run.settle(messages, by=run.other()) == SettleReport(acked=1)
     assert run.fake.left() == 0
 
 
