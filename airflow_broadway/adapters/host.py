@@ -179,7 +179,8 @@ class Host:
         if self.ti.try_number > 1:
             return []
         assets = (self.context.get("triggering_asset_events") or {}).values()
-        payloads = [(event.extra or {}).get("payload") for events in assets for event in events]
+        events = [event for group in assets for event in group]
+        payloads: list[Any] = [(event.extra or {}).get("payload") for event in events]
         keys = {"at", "crossing", "reason"}
         if all(isinstance(one, Mapping) and keys <= one.keys() for one in payloads):
             return payloads
