@@ -195,13 +195,13 @@ class _Disk:
 
 
 def _walk(top: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walks a folder, if it exists.
+    """Walks a folder; one that does not exist, or is removed by another process, has no files.
 
     :raises OSError: If a folder cannot be listed; by default its files would be missing in silence.
     """
 
     def fail(error: OSError) -> None:
-        if not (isinstance(error, FileNotFoundError) and error.filename == top):
+        if not isinstance(error, FileNotFoundError):
             raise error
 
     yield from os.walk(top, onerror=fail)

@@ -108,6 +108,8 @@ class TestSinks(SinkContract):
 
 
 class TestParquetFolder(SinkContract):
+    races = 400  # with 20, a walk rarely meets a folder that is being removed
+
     @pytest.fixture
     def subject(self, tmp_path: Path) -> SinkSubject:
         def read() -> list[str]:
