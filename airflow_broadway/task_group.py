@@ -67,7 +67,7 @@ def make_params() -> dict[str, Param]:
 def _source_params() -> dict[str, Param]:
     """Returns the params of the run's source."""
     text: dict[str, Any] = {"type": ["null", "string"], "section": _SOURCE}
-    instant = {**text, "format": "date-time"}
+    timestamp = {**text, "format": "date-time"}
     interval = "Of an archive or a log.  Empty: as the run's data interval."
     return {
         "source": Param(
@@ -80,13 +80,13 @@ def _source_params() -> dict[str, Param]:
         ),
         "interval_start": Param(
             None,
-            **instant,
+            **timestamp,
             title="Interval from",
             description=f"{interval}  Included.",
         ),
         "interval_end": Param(
             None,
-            **instant,
+            **timestamp,
             title="Interval to",
             description=f"{interval}  Not included.",
         ),

@@ -50,7 +50,7 @@ class Templated(Orders):
 
 DAG_ID, RUN_ID = "orders", "manual__2026-01-01T00:00:00+00:00"
 
-#: The module beside the Dag files.  What fails is in a file, so that a test can mend the "code".
+#: The module next to the Dag files.  What fails is in a file, so that a test can mend the "code".
 MODULE = """
 import json
 from pathlib import Path

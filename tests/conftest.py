@@ -31,7 +31,7 @@ settings.load_profile("tests")
 
 
 def _own_home(worker: str) -> None:
-    """Give a process that tests beside another an Airflow database of its own, made already.
+    """Give a process that tests next to another an Airflow database of its own, made already.
 
     Before Airflow is imported, which reads where it is.
     """

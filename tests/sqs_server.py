@@ -1,7 +1,7 @@
 """A private SQS for tests: moto's server over HTTP, in a process of its own, on loopback only.
 
 ``with SqsServer.start(folder) as server:`` gives ``server.url``, the endpoint.  Its queues live in
-that process's memory: they survive whoever is killed beside it, and end with it.
+that process's memory: they survive kills of other processes, and end with it.
 ``AIRFLOW_BROADWAY_SQS_URL`` names an endpoint that runs already (ElasticMQ, LocalStack): it is used
 as it is.
 

@@ -134,12 +134,12 @@ class StagingError(BroadwayError):
 class StagingDamaged(StagingError):
     """A staged file is missing or corrupt; nothing is settled by it."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, damage: str) -> None:
         super().__init__(
-            f"{what}.  Nothing of its generation is acknowledged: restore the file and clear the"
-            " task that failed, or leave it: the next run gives these messages back"
+            f"{damage}.  Nothing of its generation is acknowledged: restore the file and clear the"
+            " task that failed, or leave it: the next run releases these messages"
         )
-        self.what = what
+        self.damage = damage
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.what,)
+        return type(self), (self.damage,)

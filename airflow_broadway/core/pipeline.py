@@ -168,10 +168,10 @@ class Pipeline:
         handled = any(batcher.sink is None for batcher in batchers.values())
         for name in ["handle_message", *(["handle_batch"] if handled else [])]:
             if not cls.defines(name):
-                why = f", for its batchers {list(batchers)}" if name == "handle_batch" else ""
+                batched = f", for its batchers {list(batchers)}" if name == "handle_batch" else ""
                 raise OptionsError(
                     f"{cls.__name__}.{name}",
-                    f"a method of the class{why}; without it every message would fail",
+                    f"a method of the class{batched}; without it every message would fail",
                     None,
                 )
         bare = object.__new__(cls)

@@ -9,7 +9,7 @@ these variables:
 ``csrf``        the token for a form's field ``csrf``; empty without a login
 ``now``         the time of rendering
 
-Filters: ``instant`` (a ``<time>``), ``count``, ``size``, ``seconds``, ``path`` (an id as a path
+Filters: ``timestamp`` (a ``<time>``), ``count``, ``size``, ``seconds``, ``path`` (an id as a path
 segment), ``web`` (an http link), ``oneline`` (untrusted text).  Everything is escaped; there is no
 ``|safe``.
 """
@@ -80,7 +80,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    environment.filters.update(instant=instant, count=count, rate=rate, size=size, seconds=seconds)
+    environment.filters.update(
+        timestamp=timestamp, count=count, rate=rate, size=size, seconds=seconds
+    )
     environment.filters.update(path=path_part, web=web, oneline=printable)
     environment.filters.update(shorten=shorten, sentence=sentence)
     return environment
@@ -89,7 +91,7 @@ def _environment() -> Environment:
 # -- filters ---------------------------------------------------------------------------------------
 
 
-def instant(value: datetime | str | None) -> str:
+def timestamp(value: datetime | str | None) -> str:
     """Formats a timestamp in UTC; broadway.js adds the local time as its title."""
     if not value:
         return "–"

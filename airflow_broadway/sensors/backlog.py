@@ -123,8 +123,8 @@ class BroadwayBacklogSensor(BaseSensorOperator):
         if depth is None:
             self.log.warning("The broker does not report the depth of the queue.")
             return None
-        why = reasons(self._bounds(), depth)
+        reached = reasons(self._bounds(), depth)
         self.log.info("%s.", described(depth))
-        if not why:
+        if not reached:
             return None
-        return {"pipeline": queues.pipeline, "reason": " and ".join(why), **depth._asdict()}
+        return {"pipeline": queues.pipeline, "reason": " and ".join(reached), **depth._asdict()}

@@ -49,7 +49,8 @@ class ArrowFiles(Folder):
 
         :raises StagingError: Naming what the executor lacks, before any batch begins.
         """
-        uri, options = self._uri, client_options(self.store.fs)
+        uri = self._uri
+        cause: Exception | None = None
 
         def look(tasks: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             import pyarrow as pa
@@ -64,8 +65,10 @@ class ArrowFiles(Folder):
                 yield pa.RecordBatch.from_pydict({"text": [text]})
 
         try:
+            options = client_options(self.store.fs)
             [(text,)] = spark.range(0, 1, 1, 1).mapInArrow(look, "text string").collect()
         except Exception as error:  # its Python has no airflow_broadway, or does not start
+            cause = error
             lines = [line for line in str(error).splitlines() if "Error: " in line]
             text = (lines or [str(error)])[-1].strip()
         if text:
@@ -73,7 +76,7 @@ class ArrowFiles(Folder):
                 f"an executor cannot read {self._uri} through Arrow ({text}); its Python needs"
                 " pyarrow, pandas, and fsspec with the client of the store (s3fs for S3), and the"
                 " host access to it; or give Spark a Hadoop file system for it"
-            )
+            ) from cause
 
     def rows(
         self,

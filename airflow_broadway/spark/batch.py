@@ -289,9 +289,9 @@ class _Batch:
     def _failed_whole(self, error: BaseException) -> Status:
         """Returns the status of a batch whose callback raised, unless Spark or staging is lost."""
         self._app.check_alive(error)
-        if self._app.arrow is not None and (why := self._app.arrow.why_unreadable(error)):
+        if self._app.arrow is not None and (reason := self._app.arrow.why_unreadable(error)):
             raise Unreadable(
-                f"messages of the batch {self._planned.batch_id} cannot be read back ({why})"
+                f"messages of the batch {self._planned.batch_id} cannot be read back ({reason})"
             ) from error
         log_failure("handle_batch", self._app.pipeline, error, self._planned.size)
         return status_of(error)
@@ -342,8 +342,8 @@ class _Batch:
         return self._batch.keep(lines()), counts
 
 
-def _unreadable_error(what: str, batch: PlannedBatch, error: BaseException) -> Unreadable:
+def _unreadable_error(subject: str, batch: PlannedBatch, error: BaseException) -> Unreadable:
     return Unreadable(
-        f"{what} of the batch {batch.batch_id} cannot be read back"
+        f"{subject} of the batch {batch.batch_id} cannot be read back"
         f" ({type(error).__name__}: {cut(str(error), MAX_REASON)})"
     )

@@ -315,7 +315,7 @@ def _set_retries(client: Any, retries: Mapping[str, Any]) -> None:
 
 
 def _release(client: Any) -> None:
-    """Releases a session; tried once, because the server may be gone."""
+    """Releases a session; tried once, because the server may have ended."""
     _set_retries(client, ONCE)
     with suppress(Exception):
         client.release_session()

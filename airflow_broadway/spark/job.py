@@ -277,10 +277,10 @@ def _read_work(files: Files, args: argparse.Namespace) -> Work:
     try:
         text = files.read(path)
     except FileNotFoundError as error:
-        why = f" ({error})" if "bucket" in str(error).partition(args.run)[0] else ""
+        cause = f" ({error})" if "bucket" in str(error).partition(args.run)[0] else ""
         raise StagingError(
             f"{args.run}/{path}, written on host {args.host!r}, is not there for the Spark driver"
-            f" on host {platform.node()!r}{why}: every task and the driver must see"
+            f" on host {platform.node()!r}{cause}: every task and the driver must see"
             " the same staging root; set [broadway] staging to one that they share"
         ) from None
     # Before importing anything that it names: the staging folder may be writable by others.

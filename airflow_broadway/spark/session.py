@@ -24,6 +24,9 @@ INCOMPLETE, REFUSED, INTERRUPTED = 1, 2, 130
 #: The way to Spark Connect, for errors.
 USE_REMOTE = "to use Spark Connect, set remote='sc://…', or a connection of the type spark_connect"
 
+#: The class of PySpark's error for an executor that has another minor version of Python.
+_MISMATCH = "[PYTHON_VERSION_MISMATCH]"
+
 #: Default settings of a session; the application's configuration takes precedence.
 SETTINGS = {
     # received_at, and every timestamp formatted or truncated by callbacks, is in UTC.
@@ -128,6 +131,12 @@ class ClassicSessions:
                 return "the SparkContext was stopped"
         except Exception as error:
             return f"Spark has ended ({type(error).__name__}: {str(error).splitlines()[:1]})"
+        if _MISMATCH in str(cause):  # which a message may hold, too: so a job shows it
+            try:
+                spark.sparkContext.range(1).map(abs).first()
+            except Exception as error:
+                lines = [line for line in str(error).splitlines() if _MISMATCH in line]
+                return f"an executor cannot run Python ({(lines or [str(error)])[0].strip()})"
         return ""
 
     def make_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:

@@ -32,18 +32,18 @@ def cannot(doing: str, uri: str, cause: BaseException | str) -> StagingError:
     """Returns the error for a failure of ``doing`` (``"write x.json"``) in the folder ``uri``."""
     number = cause.errno if isinstance(cause, OSError) else None
     if number in _REMEDIES:
-        why, cure = _REMEDIES[number]
+        reason, cure = _REMEDIES[number]
     elif number in _DENIED or isinstance(cause, PermissionError):
-        why, cure = _explain_denied(doing, uri)
+        reason, cure = _explain_denied(doing, uri)
     elif number in _NO_LINKS:
-        why = "its file system has no hard links, which writing exactly once needs"
+        reason = "its file system has no hard links, which writing exactly once needs"
         cure = f"set {SETTING} to a local disk, NFS or an object store"
     else:
-        why = str(cause) or type(cause).__name__
+        reason = str(cause) or type(cause).__name__
         if isinstance(cause, BaseException) and not isinstance(cause, OSError):
-            why = f"{type(cause).__name__}: {why}"
+            reason = f"{type(cause).__name__}: {reason}"
         cure = f"check {SETTING} and its connection"
-    return StagingError(f"cannot {doing} in the staging folder {uri}: {why}; {cure}")
+    return StagingError(f"cannot {doing} in the staging folder {uri}: {reason}; {cure}")
 
 
 @contextmanager

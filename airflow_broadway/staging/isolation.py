@@ -161,7 +161,7 @@ def dead_letter(
     batch: PlannedBatch,
     producer: Producer,
     *,
-    why: str,
+    crashes: str,
     ownership: Ownership,
     by: str,
     history: CrashHistory | None = None,
@@ -172,7 +172,7 @@ def dead_letter(
 
     If its producer's options keep no payload for dead letters, it fails by ``on_failure`` instead.
 
-    :param why: The number of crashes, as text.
+    :param crashes: The number of crashes, as text.
     :param ownership: The ownership of the calling try.
     :param history: The crashes on record.
     :returns: The final outcome.
@@ -181,7 +181,7 @@ def dead_letter(
         run.files, plan, ownership, writer=by, try_number=ownership.try_number, clock=run.clock
     )
     opened = recorder.begin(batch, batch.batch_key)
-    reason = f"{CRASHED}{why}"
+    reason = f"{CRASHED}{crashes}"
     [(_, row)] = rows_of(run, plan, [batch], _SETTLE_COLUMNS)
     # A message that a callback settled immediately needs no entry.
     lines = [] if row["_acked"] else [_line(row, batch, producer, reason)]

@@ -40,7 +40,7 @@ from airflow_broadway.producers.engine.port import (
 from airflow_broadway.producers.engine.producer import BrokerProducer
 from airflow_broadway.producers.kit.state_files import StateFiles
 
-GONE = Refusal("Gone", "another consumer has received the message", gone=True)
+TAKEN = Refusal("Taken", "another consumer has received the message", invalid=True)
 
 
 @options
@@ -107,7 +107,7 @@ class Folder:
                 try:
                     call(entry)
                 except FileNotFoundError:
-                    refused[place] = GONE
+                    refused[place] = TAKEN
         return refused
 
     def now(self) -> float:

@@ -105,7 +105,7 @@ def test_a_topic_recreated_after_a_run_is_detected_at_settlement(apache_kafka, t
     assert "was created again while a run held messages" in report.errors[0]
     assert group.committed() == {}
     [letter] = apache_kafka.read(group.letters)
-    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was created again")
+    assert (letter.value(), body_of(letter)) == (None, "deleted: the topic was created again")
     # And no run reads the new topic as if it were the old one
     with pytest.raises(ProducerError, match="was created again since the group"):
         group.drain()
@@ -123,7 +123,7 @@ def test_a_recreated_topic_is_detected_by_its_id(kafka, group, monkeypatch):
     group.settle(lease, messages, {messages[1].message_id: DEAD})
 
     [letter] = kafka.read(group.letters)
-    assert (letter.value(), body_of(letter)) == (None, "gone: the topic was created again")
+    assert (letter.value(), body_of(letter)) == (None, "deleted: the topic was created again")
     with pytest.raises(ProducerError, match="was created again since the group"):
         group.drain()
 

@@ -147,7 +147,7 @@ def test_a_dead_letter_without_body_is_marked(kafka, group):
     assert report == SettleReport(acked=2, dead_lettered=3)
     sent = letters(group)
     assert [letter.value() for letter in sent] == [None, None, b"000004"]
-    assert headers(sent[0])["broadway.body"].startswith("gone: it was compacted, or removed")
+    assert headers(sent[0])["broadway.body"].startswith("deleted: it was compacted, or removed")
     assert "broadway.body" not in headers(sent[2])
 
 

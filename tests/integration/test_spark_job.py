@@ -935,6 +935,20 @@ def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:
     raise RuntimeError("cannot call methods on a stopped SparkContext")
 
 
+MISMATCH = "pyspark…PySparkRuntimeError: [PYTHON_VERSION_MISMATCH] Python in worker has …"
+
+
+def _has_another_python(job: Job, patch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError(f"Job aborted.\n{MISMATCH}\n")
+    spark = mock.Mock()
+    spark._jsc.sc().isStopped.return_value = False
+    assert ClassicSessions(spark).why_lost(error) == ""  # a message held that text
+    spark.sparkContext.range().map().first.side_effect = error
+    loss = ClassicSessions(spark).why_lost(error)
+    patch.setattr(ClassicSessions, "why_lost", lambda *_: loss)
+    raise error
+
+
 @pytest.mark.parametrize(
     ("happens", "code", "result"),
     [
@@ -942,6 +956,7 @@ def _stops_spark(job: Job, patch: pytest.MonkeyPatch) -> None:
         (_is_over, 1, ""),
         (_is_retried, 1, "try 2 of 'handle_batches' has begun"),
         (_stops_spark, 1, "the SparkContext was stopped"),
+        (_has_another_python, 1, f"an executor cannot run Python ({MISMATCH})"),
     ],
 )
 def test_an_event_that_ends_the_application_fails_no_batch(

@@ -31,7 +31,7 @@ RUNNING = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 @dataclass(frozen=True)
 class Cell:
-    """An environment: its Python, what is installed beside the wheel, and uv's options."""
+    """An environment: its Python, what is installed next to the wheel, and uv's options."""
 
     name: str
     python: str

@@ -165,7 +165,7 @@ class Settler:
         """
         with self._lock:
             if self._closed:
-                raise LeaseLapsed("the run has ended and given its messages back")
+                raise LeaseLapsed("the run has ended and released its messages")
             entries = self._unsettled_entries([*successful, *failed])
         report, done, undone = self._in_thread(lambda: self._settle(entries))
         with self._lock:

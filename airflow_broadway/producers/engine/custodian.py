@@ -19,7 +19,7 @@ from airflow_broadway.producers.engine.requests import BatchRequests
 from airflow_broadway.producers.engine.settlement import EngineSettlement, plan_for
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of
-from airflow_broadway.producers.kit.state_files import day_of, instant_of
+from airflow_broadway.producers.kit.state_files import day_of, timestamp_of
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +70,23 @@ class EngineCustodian:
             receipts.renewed(horizon, now + seconds)
             if not receipts.held() and not receipts.now:
                 return None
-        return replace(lease, deadline=instant_of(self._until(lease, receipts)))
+        return replace(lease, deadline=timestamp_of(self._until(lease, receipts)))
 
     def _extend(self, receipts: Receipts, due: list[str], seconds: int) -> None:
         entries = ((key, Hidden(receipts.handles[key], seconds)) for key in due)
         refused = self._requests.send(self._broker.client.hide, entries)
-        gone = [key for key, refusal in refused.items() if refusal.gone]
-        if gone:
+        invalid = [key for key, refusal in refused.items() if refusal.invalid]
+        if invalid:
             log.error(
                 "%s holds %d of %s no longer for this run: they are delivered again, marked as"
                 " redelivered",
                 self._broker.service,
-                len(gone),
+                len(invalid),
                 pluralize(len(due), "message"),
             )
-            self._note_delivered(gone)
-            receipts.lose(gone)
-        errors = {refusal.text for refusal in refused.values() if not refusal.gone}
+            self._note_delivered(invalid)
+            receipts.lose(invalid)
+        errors = {refusal.text for refusal in refused.values() if not refusal.invalid}
         if errors:
             raise ProducerError("; ".join(sorted(errors)))
 
@@ -122,7 +122,7 @@ class EngineCustodian:
                 self._broker.service,
                 (self._broker.max_hold or 0) / 3600,
                 lease.generation,
-                instant_of(last).isoformat(timespec="seconds"),
+                timestamp_of(last).isoformat(timespec="seconds"),
                 left / 60,
             )
 
@@ -199,11 +199,11 @@ class EngineCustodian:
             if receipts.groups
             else [*requested]
         )
-        gone = receipts.now.keys() | receipts.lost
+        ended = receipts.now.keys() | receipts.lost
         verdicts = {
             key: requested[key].verdict
             for key in ordered
-            if key in receipts.handles and key not in gone
+            if key in receipts.handles and key not in ended
         }
         lapsed = len(requested) - len(before) - len(verdicts)
         early = self._too_early(receipts, verdicts)

@@ -16,12 +16,12 @@ class Plan(NamedTuple):
 
     :param verdicts: Message id → verdict, for each held message, in order of arrival.
     :param entries: Message id → entry, for messages with an entry in the settlement.
-    :param gone: Ids in the settlement that are neither held nor settled immediately.
+    :param absent: Ids in the settlement that are neither held nor settled immediately.
     """
 
     verdicts: Mapping[str, Verdict]
     entries: Mapping[str, Entry]
-    gone: frozenset[str]
+    absent: frozenset[str]
 
 
 def plan_of(
@@ -59,5 +59,5 @@ def plan_of(
     for key, entry in entries.items():
         if key in verdicts:
             verdicts[key] = entry.verdict
-    gone = frozenset(key for key in named if key not in verdicts and key not in at_once)
-    return Plan(verdicts, entries, gone)
+    absent = frozenset(key for key in named if key not in verdicts and key not in at_once)
+    return Plan(verdicts, entries, absent)

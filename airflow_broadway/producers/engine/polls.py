@@ -57,8 +57,8 @@ class Polls:
         self._quiet = False
         self._error: Exception | None = None
         self._closed = False
-        #: Whether :meth:`close` has stopped collecting answers.
-        self._gone = False
+        #: Whether :meth:`close` has collected the answers.
+        self._collected = False
 
     def want(self, demand: int) -> None:
         """Has threads receive until ``demand`` messages are in flight or waiting."""
@@ -134,7 +134,7 @@ class Polls:
                     break
                 self._changed.wait(min(left, _STOP_CHECK_INTERVAL))
             answers = self._empty()
-            self._gone = True
+            self._collected = True
         if self._pool is not None:
             self._pool.shutdown(wait=not self._flying)
             self._pool = None
@@ -163,7 +163,7 @@ class Polls:
             with self._changed:
                 self._requested -= count
                 self._early -= early
-                closed, ended = self._gone, not answer.messages
+                closed, ended = self._collected, not answer.messages
                 # A failed receive cancels those behind it.
                 self._missing = self._missing + count - len(answer.messages) if not error else 0
                 if error is not None:

@@ -80,7 +80,7 @@ class Refusal(NamedTuple):
     """The broker's refusal of one entry of a request.
 
     :param code: The broker's error code.
-    :param gone: Whether the receipt is invalid.
+    :param invalid: Whether the receipt is invalid.
     :param again: Whether retrying the entry may help.
     :param unclear: Whether this or an earlier request may have carried out the entry all the same,
         e.g. because a response was lost.
@@ -88,7 +88,7 @@ class Refusal(NamedTuple):
 
     code: str
     text: str
-    gone: bool = False
+    invalid: bool = False
     again: bool = False
     unclear: bool = False
 
@@ -109,7 +109,7 @@ class Expired(ProducerUnavailable):
 
 
 #: The refusal of an entry that is not sent, because the lease is over.
-LAPSED: Final = Refusal("LeaseLapsed", "the lease has lapsed", gone=True)
+LAPSED: Final = Refusal("LeaseLapsed", "the lease has lapsed", invalid=True)
 
 #: Sends one request of entries; returns the refusals by index.
 Call = Callable[[Sequence[Any]], Mapping[int, Refusal]]

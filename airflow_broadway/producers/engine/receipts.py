@@ -106,8 +106,8 @@ class Receipts:
     def held(self) -> list[str]:
         """Returns the ids that are neither settled nor lost, in order of arrival."""
         with self._lock:
-            gone = self.now.keys() | self.lost
-            return [key for key in self.handles if key not in gone]
+            ended = self.now.keys() | self.lost
+            return [key for key in self.handles if key not in ended]
 
     @property
     def lost(self) -> set[str]:
@@ -147,9 +147,9 @@ class Receipts:
     def due(self, horizon: float) -> list[str]:
         """Returns the ids with a deadline not after ``horizon``."""
         with self._lock:
-            gone = self.now.keys() | self.lost
+            ended = self.now.keys() | self.lost
             ids = chain.from_iterable(ids for until, ids in self._spans if until <= horizon)
-            return [key for key in dict.fromkeys(ids) if key not in gone]
+            return [key for key in dict.fromkeys(ids) if key not in ended]
 
     def renewed(self, horizon: float, until: float) -> None:
         """Records that messages due at ``horizon`` are held until ``until``."""

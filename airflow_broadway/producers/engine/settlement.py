@@ -61,7 +61,7 @@ def plan_for(receipts: Receipts, lease: Lease, settlement: Settlement) -> tuple[
     missing = max(0, written - len(receipts.handles))
     agree = named == len(receipts.handles) and not missing
     plan = plan_of(receipts.held(), settlement, at_once=receipts.now, agree=agree)
-    report = SettleReport(lapsed=max(len(plan.gone | lost), missing + len(lost)))
+    report = SettleReport(lapsed=max(len(plan.absent | lost), missing + len(lost)))
     if missing and receipts.handles:
         error = (
             f"the receipts of {pluralize(missing, 'message')} are missing in the staging folder:"
@@ -316,7 +316,7 @@ class EngineSettlement:
             if stands is not None:
                 done[key] = stands
                 self._taken_as_done.add(key)
-            elif refusal.gone:
+            elif refusal.invalid:
                 self._lapsed += 1
                 self._note_error(
                     f"{self._broker.service} holds messages no longer for this run"
@@ -328,7 +328,7 @@ class EngineSettlement:
 
     def _done_before(self, action: Action, key: str, refusal: Refusal) -> Action | None:
         """Returns the earlier action that made a receipt invalid; ``None``: another cause."""
-        if not refusal.gone or refusal.code == LAPSED.code:
+        if not refusal.invalid or refusal.code == LAPSED.code:
             return None
         earlier = self._receipts.unanswered.get(key)
         if earlier in REMOVES:

@@ -20,7 +20,7 @@ from airflow_broadway.producers.engine.port import Answer, Broker, Hidden, Recei
 from airflow_broadway.producers.engine.receipts import Earlier, ReceiptsFolder
 from airflow_broadway.producers.engine.requests import BatchRequests
 from airflow_broadway.producers.engine.settlement import REMOVES
-from airflow_broadway.producers.kit.state_files import instant_of
+from airflow_broadway.producers.kit.state_files import timestamp_of
 
 log = logging.getLogger(__name__)
 
@@ -85,12 +85,12 @@ class EngineSource:
             kind=self._broker.kind,
             generation=self._env.generation,
             seconds=self._broker.lease,
-            deadline=instant_of(until),
+            deadline=timestamp_of(until),
             owner=dict(self._env.owner),
             state={
                 "queue": self._broker.place,
                 "messages": self._secured,
-                "since": None if since is None else instant_of(since).isoformat(),
+                "since": None if since is None else timestamp_of(since).isoformat(),
             },
         )
 
@@ -256,7 +256,7 @@ class EngineSource:
             group, refusal = message.group, refused.get(message.receipt)
             if refusal is not None and group is not None:
                 self._overtaken.add(group)
-            if refusal is not None and (refusal.gone or group is None):
+            if refusal is not None and (refusal.invalid or group is None):
                 continue  # the broker redelivers it
             if group in self._overtaken and message.key not in self._receipts.handles:
                 self._spare[message.key] = message.receipt  # also a refused one, if still hidden

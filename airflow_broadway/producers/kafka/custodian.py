@@ -32,7 +32,7 @@ from airflow_broadway.producers.kafka.outbox import CopyRequest, Outbox
 from airflow_broadway.producers.kafka.settling import Claim, Decision, Read, end_claim, keep_order
 from airflow_broadway.producers.kit.checks import check_lease
 from airflow_broadway.producers.kit.reports import beyond, report_of
-from airflow_broadway.producers.kit.state_files import day_of, instant_of
+from airflow_broadway.producers.kit.state_files import day_of, timestamp_of
 
 #: The number of settled generations that a claim records.
 _KEPT_SETTLED: Final = 5
@@ -60,7 +60,7 @@ class KafkaCustodian:
         # Checked after the write: another run may have taken over the claim before it.
         if not all(work.is_own(work.claims.read(place)) for place in work.read):
             return None
-        return replace(lease, deadline=instant_of(deadline))
+        return replace(lease, deadline=timestamp_of(deadline))
 
     def holds(self, lease: Lease) -> bool:
         work = _GenerationSettlement(self, lease)

@@ -27,7 +27,7 @@ from airflow_broadway.producers.kafka.claims import Claims, Committed, Place, na
 from airflow_broadway.producers.kafka.client import Cluster
 from airflow_broadway.producers.kafka.options import KafkaOptions, reset_timestamp
 from airflow_broadway.producers.kafka.settling import Claim, Ranges, count, minus, take_over
-from airflow_broadway.producers.kit.state_files import digest, instant_of
+from airflow_broadway.producers.kit.state_files import digest, timestamp_of
 
 log = logging.getLogger(__name__)
 
@@ -427,4 +427,4 @@ class BackfillOpening(Opening):
 
 
 def _iso(seconds: float) -> str:
-    return instant_of(seconds).isoformat(timespec="seconds")
+    return timestamp_of(seconds).isoformat(timespec="seconds")

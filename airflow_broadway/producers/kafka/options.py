@@ -231,12 +231,12 @@ class KafkaOptions(Producer):
                 raise OptionsError(path, f"nothing: {OWNED[name]}", value)
         if isinstance(self.topics, (list, tuple)):
             letters, retried = {*self.dead_letter_topics}, self.retry_topics
-            for name, what, overlap in (
+            for name, subject, overlap in (
                 ("dead_letter", "dead letters", letters & {*self.topics, *retried}),
                 ("retry_topic", "messages to be retried", retried & {*self.topics}),
             ):
                 if overlap:
-                    rule = f"none of the topics: {what} would be received again"
+                    rule = f"none of the topics: {subject} would be received again"
                     raise OptionsError(f"KafkaProducer.{name}", rule, sorted(overlap))
 
     def unsafe_options(self) -> Sequence[str]:

@@ -25,7 +25,7 @@ from airflow_broadway.producers.kafka.settling import of_offsets
 
 #: Headers that are omitted if their value is unknown.
 _WHERE_KNOWN: Final = ("broadway.body", "broadway.timestamp")
-_GONE: Final = "gone: it was compacted, or removed by retention"
+_DELETED: Final = "deleted: it was compacted, or removed by retention"
 _TOO_LARGE: Final = ("MSG_SIZE_TOO_LARGE", "RECORD_LIST_TOO_LARGE")
 
 
@@ -88,11 +88,11 @@ class Outbox:
         for place, record in self.cluster.read(present, "messages cannot be read from the log"):
             while left[place][0] < record.offset():
                 missing_offset = left[place].popleft()
-                self._add(place, missing_offset, wanted[place][missing_offset], None, body=_GONE)
+                self._add(place, missing_offset, wanted[place][missing_offset], None, body=_DELETED)
             offset = left[place].popleft()
             self._add(place, offset, wanted[place][offset], record)
         for place, offsets in left.items():
-            reason = "gone: the topic was created again" if place in replaced else _GONE
+            reason = "deleted: the topic was created again" if place in replaced else _DELETED
             for offset in offsets:
                 self._add(place, offset, wanted[place][offset], None, body=reason)
         self.cluster.confirm()

@@ -37,7 +37,7 @@ from airflow_broadway.producers.kafka.reader import PartitionReader, Silence
 from airflow_broadway.producers.kafka.records import Copy, Records
 from airflow_broadway.producers.kafka.settling import Claim, minus
 from airflow_broadway.producers.kit.generation_log import forget_ended
-from airflow_broadway.producers.kit.state_files import day_of, instant_of
+from airflow_broadway.producers.kit.state_files import day_of, timestamp_of
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class KafkaSource:
             kind=self._producer.kind,
             generation=self._env.generation,
             seconds=self._producer.lease,
-            deadline=instant_of(self._deadline),
+            deadline=timestamp_of(self._deadline),
             owner=dict(self._env.owner),
             state={
                 "queue": self._producer.place,

@@ -97,11 +97,11 @@ def is_loopback(host: str) -> bool:
 
 
 @functools.cache
-def warn_of_plain_http(url: str, what: str) -> None:
+def warn_of_plain_http(url: str, data: str) -> None:
     """Warns, once per process, that data sent to an ``http://`` URL is unencrypted.
 
-    :param what: A description of the data.
+    :param data: A description of the data.
     """
     parts = urlsplit(url)
     if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
-        log.warning("%s go unencrypted to %s: use https://.", what, redacted(url))
+        log.warning("%s go unencrypted to %s: use https://.", data, redacted(url))

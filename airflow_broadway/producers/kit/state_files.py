@@ -32,7 +32,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def instant_of(seconds: float) -> datetime:
+def timestamp_of(seconds: float) -> datetime:
     """Converts seconds since the epoch to a timestamp."""
     return datetime.fromtimestamp(seconds, timezone.utc)
 

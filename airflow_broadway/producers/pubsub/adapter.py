@@ -192,17 +192,17 @@ class PubSubBroker(Broker[Client]):
         at = self.clock.now().timestamp()
         requests = BatchRequests(self)
         extended = ((m.receipt, Hidden(m.receipt, self.seconds)) for m in messages)
-        gone = requests.send_alone(self.client.hide, extended)
+        refused = requests.send_alone(self.client.hide, extended)
         if self.clock.now().timestamp() >= at + (self._deadline or limits.SHORTEST_DEADLINE):
             # An outage outlasted the ack deadline, and Pub/Sub accepts expired ack ids silently.
-            gone = {received.receipt for received in messages}
-        if not gone:
+            refused = {received.receipt for received in messages}
+        if not refused:
             return Answer(at, messages)
-        rest, behind = _without(messages, gone)
+        rest, behind = _without(messages, refused)
         requests.send_alone(self.client.hide, ((receipt, Hidden(receipt, 0)) for receipt in behind))
         log.warning(
             "Pub/Sub revoked %d of %d messages on delivery: they are redelivered",
-            len(gone),
+            len(refused),
             len(messages),
         )
         return Answer(at, rest)
@@ -371,14 +371,14 @@ def _split(entries: list[Keyed], ids: Iterable[str]) -> Iterator[list[Keyed]]:
 
 
 def _without(
-    messages: Sequence[Received], gone: Collection[str]
+    messages: Sequence[Received], refused: Collection[str]
 ) -> tuple[list[Received], list[str]]:
     """Removes expired messages; returns the rest, and receipts that follow in an ordering key."""
     rest: list[Received] = []
     behind: list[str] = []
     keys: set[str] = set()
     for received in messages:
-        if received.receipt in gone:
+        if received.receipt in refused:
             keys.update([received.group] if received.group else [])
         elif received.group in keys:
             behind.append(received.receipt)

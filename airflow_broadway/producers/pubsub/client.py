@@ -192,7 +192,7 @@ class Client:
 def _refusal(code: str) -> Refusal:
     if code.startswith("TRANSIENT_"):
         return Refusal(code, "Pub/Sub could not do it just now", again=True)
-    return Refusal(code, "the ack id is valid no longer", gone=True)
+    return Refusal(code, "the ack id is valid no longer", invalid=True)
 
 
 def open_client(producer: PubSubProducer, env: ProducerEnv) -> Client:
@@ -412,10 +412,10 @@ def _unusable(connection: Connection | None, error: Exception) -> str:
     from google.auth.exceptions import DefaultCredentialsError
 
     if connection is None or not any(_fields(connection.extra).get(name) for name in _KEYS):
-        why = "" if isinstance(error, DefaultCredentialsError) else f" ({type(error).__name__})"
+        cause = "" if isinstance(error, DefaultCredentialsError) else f" ({type(error).__name__})"
         return (
-            f"there are no Google credentials{why}: give the connection a key (keyfile_dict), a key"
-            " file (key_path) or a credential configuration, or the machine Application Default"
+            f"there are no Google credentials{cause}: give the connection a key (keyfile_dict), a"
+            " key file (key_path) or a credential configuration, or the machine Application Default"
             " Credentials; an emulator is named by PUBSUB_EMULATOR_HOST"
         )
     return (

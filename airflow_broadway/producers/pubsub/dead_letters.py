@@ -41,9 +41,9 @@ _GOOGLES: Final = "CloudPubSubDeadLetterSource"
 #: Pub/Sub's name for a deleted topic.
 DELETED: Final = "_deleted-topic_"
 #: Bytes of overhead per request, and per message and attribute.
-_BESIDE, _EACH = 1024, 16
+_PER_REQUEST, _PER_PART = 1024, 16
 #: The maximum bytes of the messages in a request.
-ROOM: Final = limits.MAX_MESSAGE - _BESIDE
+ROOM: Final = limits.MAX_MESSAGE - _PER_REQUEST
 
 
 def letter(entry: Entry, subscription: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def letter(entry: Entry, subscription: str) -> dict[str, Any]:
         "broadway_subscription": cut(subscription, limits.MAX_VALUE),
     }
     for name, value in fields.items():
-        size = len(name) + len(value.encode()) + _EACH
+        size = len(name) + len(value.encode()) + _PER_PART
         if value and len(own) < limits.MAX_ATTRIBUTES and size <= remaining:
             own[name] = value
             remaining -= size
@@ -79,9 +79,9 @@ def size_of(message: Mapping[str, Any]) -> int:
     """Returns an upper bound for the bytes of a message in a request."""
     attributes = message["attributes"]
     texts = sum(
-        len(key.encode()) + len(value.encode()) + _EACH for key, value in attributes.items()
+        len(key.encode()) + len(value.encode()) + _PER_PART for key, value in attributes.items()
     )
-    return len(message["data"]) + texts + len(message.get("ordering_key", "").encode()) + _EACH
+    return len(message["data"]) + texts + len(message.get("ordering_key", "").encode()) + _PER_PART
 
 
 # -- parsing dead letters --------------------------------------------------------------------------
@@ -198,8 +198,8 @@ class PubSubDeadLetters(EngineDeadLetters):
             hidden = (
                 (letter.key, Hidden(letter.receipt, self.hidden_seconds)) for letter in received
             )
-            gone = self.requests.send(self.dead.hide, hidden)
-            if rest := [letter for letter in received if letter.key not in gone]:
+            refused = self.requests.send(self.dead.hide, hidden)
+            if rest := [letter for letter in received if letter.key not in refused]:
                 return rest
         return []
 

@@ -47,7 +47,7 @@ CREATE TABLE messages (
     attempt INTEGER NOT NULL DEFAULT 1,
     deliveries INTEGER NOT NULL DEFAULT 0,
     lease INTEGER,                     -- which lease holds it
-    giver INTEGER                      -- which lease gave it back last
+    giver INTEGER                      -- which lease released it last
 );
 INSERT INTO sqlite_sequence (name, seq) VALUES ('messages', 0);
 CREATE INDEX messages_ready ON messages (queue, ready_at, enqueued_at) WHERE lease IS NULL;
@@ -309,9 +309,9 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _MICROSECOND = timedelta(microseconds=1)
 
 
-def to_micros(instant: datetime) -> int:
+def to_micros(timestamp: datetime) -> int:
     """Converts a timestamp to microseconds since the epoch."""
-    return (instant - _EPOCH) // _MICROSECOND
+    return (timestamp - _EPOCH) // _MICROSECOND
 
 
 def from_micros(micros: int) -> datetime:

@@ -207,8 +207,8 @@ def settle(
         for row, verdict in zip(held.values(), plan.verdicts.values(), strict=True):
             groups.setdefault(verdict, []).append(row)
         _carry_out(queue, lease_id, generation, groups, max(now, deadline), now)
-        gone = sum(queue.row_of(key) is not None for key in plan.gone)
-        lapsed = max(gone, missing + lost)
+        absent = sum(queue.row_of(key) is not None for key in plan.absent)
+        lapsed = max(absent, missing + lost)
         done = {key: verdict.action for key, verdict in plan.verdicts.items()}
         report = report_of(done.values(), lapsed=lapsed, errors=guard.errors()) + unreported
         again = ComingAgain.of({**early, **done}, whole=sure and not lapsed)

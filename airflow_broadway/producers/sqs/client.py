@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mypy_boto3_sqs import SQSClient
 
 #: Error codes of an invalid receipt handle.
-_GONE: Final = frozenset(
+_INVALID: Final = frozenset(
     {
         "AWS.SimpleQueueService.MessageNotInflight",
         "InvalidParameterValue",
@@ -133,13 +133,13 @@ def _refusal(failed: dict[str, Any] | None) -> Refusal:
     if failed is None:
         return Refusal("NoAnswer", "SQS did not say what became of it", again=True, unclear=True)
     code, text = str(failed.get("Code", "")), str(failed.get("Message", ""))
-    gone = code in _GONE
-    retry = not gone and retryable(code, bool(failed.get("SenderFault", False)))
+    invalid = code in _INVALID
+    retry = not invalid and retryable(code, bool(failed.get("SenderFault", False)))
     # A visibility timeout beyond the 12 hours has the same code.
-    gone = gone and "Total VisibilityTimeout" not in text
+    invalid = invalid and "Total VisibilityTimeout" not in text
     # An entry that failed within SQS may have been carried out; a throttled one was not.
     unclear = retry and not throttled(code)
-    return Refusal(code, text, gone=gone, again=retry, unclear=unclear)
+    return Refusal(code, text, invalid=invalid, again=retry, unclear=unclear)
 
 
 def redrive_of(attributes: Mapping[str, str]) -> dict[str, Any]:

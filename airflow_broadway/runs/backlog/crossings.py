@@ -141,8 +141,8 @@ class BacklogWatch:
         self._log_unknown(depth)
         if depth is None:
             return None
-        why = reasons(self.bounds, depth)
-        if not why:
+        reached = reasons(self.bounds, depth)
+        if not reached:
             self._reported = self._held_since = None  # the backlog decreased
             return None
         runs = Runs(0, 0) if self.runs is None else self.runs()
@@ -151,7 +151,7 @@ class BacklogWatch:
         self._last_runs = runs
         self._rearm(runs)
         if self._is_due(runs):
-            return self._event(at, runs, depth, why)
+            return self._event(at, runs, depth, reached)
         return None
 
     def _rearm(self, runs: Runs) -> None:
@@ -182,7 +182,9 @@ class BacklogWatch:
                 return False
         return self._reported is None or now >= self._reported.again
 
-    def _event(self, at: datetime, runs: Runs, depth: QueueDepth, why: list[str]) -> dict[str, Any]:
+    def _event(
+        self, at: datetime, runs: Runs, depth: QueueDepth, reached: list[str]
+    ) -> dict[str, Any]:
         report = self._reported
         if report is None:
             report = self._reported = _Report(first=at, ever=runs.ever)
@@ -198,7 +200,7 @@ class BacklogWatch:
         report.again = self.clock.monotonic() + wait
         self._held_since = None if runs.open < self.max_runs else self.clock.monotonic()
         return {
-            "reason": " and ".join(why),
+            "reason": " and ".join(reached),
             **depth._asdict(),
             "at": at.isoformat(),
             "crossing": report.first.isoformat(),

@@ -244,7 +244,7 @@ class Isolation:
                     heads[batch.batch_id],
                     batch,
                     producer,
-                    why=self._crash_reason(batch),
+                    crashes=self._crash_reason(batch),
                     ownership=ownership,
                     by=by,
                     history=self._history if self._suspects else None,

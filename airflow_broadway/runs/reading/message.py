@@ -77,7 +77,7 @@ class Step:
     :param tone: ``good``, ``warn``, ``bad``, ``busy`` or empty.
     """
 
-    what: str
+    title: str
     detail: str = ""
     at: str = ""
     tone: str = ""
@@ -303,39 +303,39 @@ def _steps(place: MessagePlace) -> Iterator[Step]:
         details.append(f"attempt {place.attempt}")
     if place.redelivered:
         details.append("redelivered")
-    yield Step(what=f"received by {place.task}", detail=", ".join(details), at=place.received_at)
+    yield Step(title=f"received by {place.task}", detail=", ".join(details), at=place.received_at)
     if place.batcher is None:
         failed = place.outcome is not None
         yield Step(
-            what=place.outcome or "handled, without a batch",
+            title=place.outcome or "handled, without a batch",
             detail=place.reason or "",
             tone="bad" if failed else "good",
         )
     else:
-        yield Step(what=f"handled, and staged for the batcher {place.batcher}", tone="good")
+        yield Step(title=f"handled, and staged for the batcher {place.batcher}", tone="good")
         yield _batch_step(place)
     if place.settled_at is None:
-        yield Step(what=f"not settled yet: its generation is {place.settlement}", tone="busy")
+        yield Step(title=f"not settled yet: its generation is {place.settlement}", tone="busy")
         return
     verdict = place.verdict or "ack"
-    what, tone = f"settled: {verdict}", "warn"
+    title, tone = f"settled: {verdict}", "warn"
     if place.batcher is not None and place.outcome is None:
-        what = "released: its batch had no outcome"
+        title = "released: its batch had no outcome"
     elif verdict.startswith("ack"):
         tone = "good"
     elif verdict.startswith("dead_letter"):
         tone = "bad"
     detail = place.settlement.removeprefix("settled").strip(" ()")
-    yield Step(what=what, detail=detail, at=place.settled_at, tone=tone)
+    yield Step(title=title, detail=detail, at=place.settled_at, tone=tone)
 
 
 def _batch_step(place: MessagePlace) -> Step:
     if place.batch_id is None:
-        return Step(what="waits for its batch to be planned", tone="busy")
+        return Step(title="waits for its batch to be planned", tone="busy")
     if place.outcome is None:
-        return Step(what=f"in batch {place.batch_id}, which has no outcome", tone="busy")
+        return Step(title=f"in batch {place.batch_id}, which has no outcome", tone="busy")
     return Step(
-        what=f"in batch {place.batch_id}: {place.outcome}",
+        title=f"in batch {place.batch_id}: {place.outcome}",
         detail=place.reason or "",
         at=place.handled_at or "",
         tone="good" if place.outcome == "succeeded" else "bad",

@@ -119,17 +119,19 @@ def move_letters(pipeline: Pipeline, env: ProducerEnv) -> None:
         log.info("Requeued %s of %s%s: this run drains them.", number, place, selection)
     if moved.unknown:
         log.warning("Not, or no longer, dead letters of %s: %s.", place, ", ".join(moved.unknown))
-    for key, why in moved.refused.items():
-        log.error("The dead letter %s of %s was not moved: %s", key, place, why)
+    for key, reason in moved.refused.items():
+        log.error("The dead letter %s of %s was not moved: %s", key, place, reason)
 
 
 def _none_moved(source: RunSource, moved: Moved, place: str, selection: str) -> RequestRefused:
-    why = [f"{key} was not moved: {reason}" for key, reason in moved.refused.items()]
+    problems = [f"{key} was not moved: {reason}" for key, reason in moved.refused.items()]
     if moved.unknown:
-        why.append(f"not, or no longer, dead letters: {', '.join(moved.unknown[:_MOST_NAMED])}")
+        problems.append(
+            f"not, or no longer, dead letters: {', '.join(moved.unknown[:_MOST_NAMED])}"
+        )
     done = "deleted" if deletes(source) else "requeued"
     return RequestRefused(
         f"no dead letters of {place}{selection} were {done}"
-        f" ({'; '.join(why[:_MOST_NAMED]) or 'there are none'}), and nothing was received: look"
-        " with `airflow-broadway dead-letters list`"
+        f" ({'; '.join(problems[:_MOST_NAMED]) or 'there are none'}), and nothing was received:"
+        " look with `airflow-broadway dead-letters list`"
     )

@@ -86,8 +86,8 @@ class ArchivedInterval:
         """Lists remarks about the archived messages, as sentences."""
         return [
             f"{pluralize(count, 'message')} of its hours had no time, and were archived by their"
-            f" time of receipt: {why}"
-            for why, count in self.untimed.items()
+            f" time of receipt: {reason}"
+            for reason, count in self.untimed.items()
         ]
 
 

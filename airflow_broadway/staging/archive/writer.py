@@ -98,7 +98,7 @@ class ArchiveWriter:
             log.warning(
                 "%s for the archive had no time, and are archived by their time of receipt: %s.",
                 pluralize(times.untimed, "message"),
-                times.why,
+                times.reason,
             )
         return data_files(self._files)
 
@@ -148,7 +148,7 @@ class _Times:
         self._function = time if callable(time) else None
         self._by_receipt = time == "received_at"
         self.untimed = 0
-        self.why = ""
+        self.reason = ""
         #: Of the last messages: ``why`` for those without a time; empty if all have one.
         self.reasons: list[str | None] = []
 
@@ -172,9 +172,9 @@ class _Times:
             time = _to_utc(time)
         except Exception as error:  # errors of user code; not KeyboardInterrupt, SystemExit
             self.untimed += 1
-            if not self.why:
-                self.why = cut(f"{type(error).__name__}: {error}", _REASON_LENGTH)
-            self.reasons.append(self.why)
+            if not self.reason:
+                self.reason = cut(f"{type(error).__name__}: {error}", _REASON_LENGTH)
+            self.reasons.append(self.reason)
             return message.received_at
         self.reasons.append(None)
         return time

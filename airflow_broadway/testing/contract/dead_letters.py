@@ -196,16 +196,16 @@ class DeadLettersContract(ContractBase):
         self, harness: Harness
     ) -> None:
         messages = self.die(harness, bodies(6))
-        gone = self.own_ids(harness, messages[:2])
+        ids = self.own_ids(harness, messages[:2])
         with self.opened(harness) as one, self.opened(harness) as other:
             assert len(list(one.letters())) == 6
-            assert other.delete(Choice(ids=gone)).count == 2
+            assert other.delete(Choice(ids=ids)).count == 2
 
-            moved = one.requeue(Choice(ids=gone))
-            rest = one.delete(Choice(ids=gone))
+            moved = one.requeue(Choice(ids=ids))
+            rest = one.delete(Choice(ids=ids))
 
-        assert (moved.count, moved.unknown) == (0, tuple(sorted(gone)))
-        assert (rest.count, rest.unknown) == (0, tuple(sorted(gone)))
+        assert (moved.count, moved.unknown) == (0, tuple(sorted(ids)))
+        assert (rest.count, rest.unknown) == (0, tuple(sorted(ids)))
         assert len(self.listed(harness)) == 4
         assert self.rest_of_queue(harness) == []
 

@@ -158,7 +158,7 @@ class FetchedBundle(BaseDagBundle):
 
 
 @pytest.mark.parametrize("bundles", [(), ("gone", "shop"), ("gone",)])
-def test_pipeline_beside_dag_files_is_importable(shop, capsys, monkeypatch, tmp_path, bundles):
+def test_pipeline_next_to_dag_files_is_importable(shop, capsys, monkeypatch, tmp_path, bundles):
     # Given a process that has neither the module nor its folder
     monkeypatch.setattr(sys, "path", [path for path in sys.path if str(shop.folder) not in path])
     monkeypatch.delitem(sys.modules, shop.module, raising=False)

@@ -120,7 +120,7 @@ def test_every_event_carries_the_documented_metadata():
         else:
             end = {"duration", "monotonic_time"}
             assert set(measurements) == (start if event.endswith(".start") else end), event
-    # Those of SQS and of Pub/Sub have a test beside their producers.
+    # Those of SQS and of Pub/Sub have a test next to their producers.
     others = {event for event in telemetry.EVENTS if not event.startswith(("sqs.", "pubsub."))}
     assert {event for event, *_ in seen} == others
 

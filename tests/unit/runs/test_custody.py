@@ -484,7 +484,7 @@ class Keyed(Sums):
         "default": Batcher(engine="python", batch_size=1, batch_timeout=None, concurrency=3)
     }
     begun: list[Any] = []
-    beside = threading.Event()
+    overlapped = threading.Event()
     at_work = threading.Semaphore(1)
 
     def handle_message(self, processor: str, message: Message, context: Any) -> Message:
@@ -492,22 +492,22 @@ class Keyed(Sums):
 
     def handle_batch(self, batcher: str, messages: Any, batch_info: Any, context: Any) -> Any:
         if not self.at_work.acquire(blocking=False):
-            self.beside.set()
+            self.overlapped.set()
             return messages
         self.begun.append((messages[0].data, batch_info.batch_key, messages[0].batch_key))
-        self.beside.wait(0.05)
+        self.overlapped.wait(0.05)
         self.at_work.release()
         return messages
 
 
 def test_batches_of_one_key_run_in_sequence_with_their_key(tmp_path):
     Keyed.begun.clear()
-    Keyed.beside.clear()
+    Keyed.overlapped.clear()
     run = Run(tmp_path, pipeline=Keyed, numbers=range(1, 6))
 
     run.batch(run.process())
 
-    assert not Keyed.beside.is_set()
+    assert not Keyed.overlapped.is_set()
     assert Keyed.begun == [(number, ("a", 1), ("a", 1)) for number in range(1, 6)]
 
 

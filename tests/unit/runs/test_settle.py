@@ -247,7 +247,7 @@ def test_plan_voided_by_clearing_process_counts_no_batches(run):
 
 
 def test_zombie_of_an_older_try_cannot_publish(run, monkeypatch):
-    # Given a process task that is about to publish when its retry starts beside it
+    # Given a process task that is about to publish when its retry starts next to it
     references: list[dict[str, Any]] = []
 
     def late(*_):
@@ -281,10 +281,10 @@ def test_concurrent_sensor_and_stand_in_agree(run, monkeypatch):
     run.batch(run.process())
     nested: list[dict[str, Any]] = []
 
-    def beside(*_, **__):
+    def retry(*_, **__):
         nested.append(run.ack())
 
-    precede(monkeypatch, beside, SqliteQueue, "settle", once=True)
+    precede(monkeypatch, retry, SqliteQueue, "settle", once=True)
     report = run.ack()
 
     check(run, report)

@@ -103,7 +103,7 @@ def test_backfill_of_an_interval_that_is_not_whole_in_the_archive_is_refused(
     assert rows(table) == kept
 
 
-def test_backfill_beside_an_unsettled_live_run_is_refused(world: World, table: Path) -> None:
+def test_backfill_during_an_unsettled_live_run_is_refused(world: World, table: Path) -> None:
     world.minutes(8)
     world.run("live2").process()
     kept = rows(table)

@@ -66,7 +66,7 @@ def test_spark_gets_the_public_columns_in_their_types(tmp_path):
         ([b"a", b"\xff"], True, [b"a", b"\xff"]),
         ([{"n": 1}, "a"], False, ['{"n":1}', '"a"']),
         ([b"a", b"\xff", 1], False, ['"a"', '"base64:/w=="', "1"]),
-        # Tombstones of Kafka: beside bytes, alone, beside JSON, text, and what is mixed
+        # Tombstones of Kafka: next to bytes, alone, beside JSON, text, and what is mixed
         ([b"a", None, b"null"], True, [b"a", None, b"null"]),
         ([None], True, [None]),
         ([None, {"n": None}], False, [None, '{"n":null}']),

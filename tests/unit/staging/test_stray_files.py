@@ -39,7 +39,7 @@ def litter(root: Path) -> None:
 
 
 def test_stray_file_among_balanced_marks_stops_no_sweep(tmp_path):
-    # Given a balanced run, and files of a file manager beside its mark
+    # Given a balanced run, and files of a file manager next to its mark
     clock = ManualClock()
     run = open_run(tmp_path, clock=clock)
     record_settled(run, open_generation(run), SettleReport(acked=1))

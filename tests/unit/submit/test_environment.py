@@ -90,7 +90,7 @@ def test_java_exits_on_out_of_memory_before_other_options(master):
 
 
 @pytest.mark.parametrize(
-    "place", ["argument", "SPARK_CONF_DIR", "SPARK_HOME", "beside the program"]
+    "place", ["argument", "SPARK_CONF_DIR", "SPARK_HOME", "next to the program"]
 )
 def test_default_java_options_of_a_settings_file_stay(tmp_path, place):
     file = tmp_path / "conf" / "spark-defaults.conf"
@@ -98,7 +98,7 @@ def test_default_java_options_of_a_settings_file_stay(tmp_path, place):
     file.write_text(f"{OPTIONS} = -Da=1 \\\n  -Db=2\nspark.log.level\tINFO\n")
     folders = {"SPARK_CONF_DIR": str(file.parent), "SPARK_HOME": str(tmp_path)}
     env = {name: folder for name, folder in folders.items() if name == place}
-    binary = str(tmp_path / "bin" / "spark-submit") if place == "beside the program" else ""
+    binary = str(tmp_path / "bin" / "spark-submit") if place == "next to the program" else ""
     settings = file_settings(str(file) if place == "argument" else None, env, binary)
     conf = default_conf("local[2]", {}, settings)
     assert conf[OPTIONS] == f"{EXIT} -Da=1 -Db=2"

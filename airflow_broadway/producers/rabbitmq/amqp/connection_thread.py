@@ -555,7 +555,7 @@ class Channel:
         self.raw = raw
         self.lost: ProducerError | None = None
         self._waiting: set[Reply] = set()
-        self._gone = threading.Event()
+        self._ended = threading.Event()
         self._on_lost: list[Callable[[ProducerError], None]] = []
         raw.add_on_close_callback(self._closed)
 
@@ -592,7 +592,7 @@ class Channel:
 
     def await_closed(self, seconds: float) -> None:
         """Waits until the channel is closed, for ``seconds`` at most."""
-        self._gone.wait(seconds)
+        self._ended.wait(seconds)
 
     def flush_and_close(self) -> None:
         """Closes the channel after the broker has processed all earlier requests."""
@@ -625,7 +625,7 @@ class Channel:
             reply.fail(self.lost)
         for function in self._on_lost:
             function(self.lost)
-        self._gone.set()
+        self._ended.set()
 
 
 class RawProperties(NamedTuple):

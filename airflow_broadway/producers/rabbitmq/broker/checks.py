@@ -400,9 +400,9 @@ _OWN_QUEUE: Final = {
 _MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "source": {
         "expires": _OWN_QUEUE["expires"],
-        "message-ttl": "a message that waits longer for a run {gone}, a retry too",
-        "delivery-limit": "a message returned more often {gone}, also by runs that died",
-        "drops": "the oldest message {gone} when the queue is full, a retry too",
+        "message-ttl": "a message that waits longer for a run {loss}, a retry too",
+        "delivery-limit": "a message returned more often {loss}, also by runs that died",
+        "drops": "the oldest message {loss} when the queue is full, a retry too",
         "refuses": "a message released into the full queue stays in its holding queue",
     },
     "held": _OWN_QUEUE,
@@ -433,7 +433,7 @@ def judge(role: Role, kind: str, settings: Mapping[str, Setting]) -> list[Findin
         text = "reading a stream removes nothing from it, so there is nothing to settle"
         return [_finding("error", role, text)]
     dead_letters = "dead-letter-exchange" in settings
-    gone = "goes to its dead-letter exchange" if dead_letters else "is dropped"
+    loss = "goes to its dead-letter exchange" if dead_letters else "is dropped"
     refuses = str(settings.get("overflow", Setting("", "")).value).startswith("reject-publish")
     findings = []
     for name in LIMITS:
@@ -443,7 +443,7 @@ def judge(role: Role, kind: str, settings: Mapping[str, Setting]) -> list[Findin
         rule = ("refuses" if refuses else "drops") if name.startswith("max-length") else name
         level: Level = "error" if rule in _ERRORS.get(role.name, ()) else "warning"
         value = f"{setting.value} ms" if name in ("expires", "message-ttl") else setting.value
-        meaning = _MEANINGS[role.name][rule].format(gone=gone)
+        meaning = _MEANINGS[role.name][rule].format(loss=loss)
         findings.append(_finding(level, role, f"{setting.by} sets {name} {value}: {meaning}"))
     return findings
 

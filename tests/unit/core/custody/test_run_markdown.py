@@ -18,7 +18,7 @@ def report_of(folder: Path) -> tuple[Run, dict[str, Any]]:
     return run, run.ack()
 
 
-def test_the_report_lies_beside_its_json_in_words(tmp_path: Path) -> None:
+def test_markdown_report_is_written_next_to_its_json(tmp_path: Path) -> None:
     run, report = report_of(tmp_path)
 
     text = run.staged.files.read("report.md")

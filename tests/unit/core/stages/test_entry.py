@@ -158,7 +158,7 @@ def test_entry_failure_holds_back_its_group():
     assert [message.data for message in result.failed] == ["a2"]  # and a3 has no result
 
 
-def test_interrupted_division_keeps_its_messages_beside_returned_suspects(monkeypatch):
+def test_interrupted_division_keeps_its_messages_next_to_returned_suspects(monkeypatch):
     def transformer(message):
         if message.data == "b":
             raise KeyboardInterrupt

@@ -84,7 +84,7 @@ def test_several_killing_messages_are_all_found():
 
 def test_message_is_blamed_only_for_its_own_deaths(tmp_path):
     # Given a neighbour that is handled after a death of its own, and one that is blamed
-    recovers = (str(tmp_path / "first"), 2)  # once beside the other, once alone
+    recovers = (str(tmp_path / "first"), 2)  # once next to the other, once alone
     successful, failed = handle(Killers, [recovers, (str(tmp_path / "second"), 1)])
     assert (len(successful), failed) == (2, [])
 

@@ -29,18 +29,18 @@ def test_leased_message_gets_own_or_default_verdict():
     plan = plan_of(["a", "b"], settlement("a", "b", dead=("b",)))
 
     assert plan.verdicts == {"a": ACK, "b": DEAD}
-    assert plan.gone == frozenset()
+    assert plan.absent == frozenset()
 
 
 def test_message_outside_manifest_is_released():
     assert plan_of(["a", "b"], settlement("a")).verdicts == {"a": ACK, "b": RELEASE}
 
 
-def test_named_message_outside_lease_is_gone_unless_settled_early():
+def test_named_message_outside_lease_is_absent_unless_settled_early():
     plan = plan_of(["a"], settlement("a", "b", "c", dead=("d",)), at_once={"c"})
 
     assert plan.verdicts == {"a": ACK}
-    assert plan.gone == {"b", "d"}
+    assert plan.absent == {"b", "d"}
 
 
 def test_without_manifest_all_get_default_verdict():

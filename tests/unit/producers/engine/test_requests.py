@@ -18,7 +18,7 @@ from tests.unit.producers.engine.adapters import EmptyBroker
 FOUR = ["a", "b", "c", "d"]
 LATER = Refusal("Later", "not now", again=True)
 PERHAPS = Refusal("Lost", "the answer was lost", again=True, unclear=True)
-GONE = Refusal("Gone", "it is not held", gone=True)
+INVALID = Refusal("Invalid", "it is not held", invalid=True)
 
 
 class Broker:
@@ -70,26 +70,26 @@ def test_refused_request_is_bisected_to_one_entry(send):
 
 
 def test_bisection_skips_answered_entries(send):
-    broker = Broker({"b": GONE, "c": LATER, "d": LATER}, Refused("bad"), {}, Refused("bad"))
+    broker = Broker({"b": INVALID, "c": LATER, "d": LATER}, Refused("bad"), {}, Refused("bad"))
 
-    assert send(broker, FOUR) == {"b": GONE, "d": Refusal("Refused", "bad")}
+    assert send(broker, FOUR) == {"b": INVALID, "d": Refusal("Refused", "bad")}
     assert broker.requests == ["abcd", "cd", "c", "d"]
 
 
 @pytest.mark.parametrize("lost", ["c", "d"])
 def test_bisection_keeps_unclear_entries(send, lost):
     text = {"c": LATER, "d": LATER, lost: PERHAPS}
-    broker = Broker(text, Refused("bad"), {"c": GONE}, {"d": GONE})
+    broker = Broker(text, Refused("bad"), {"c": INVALID}, {"d": INVALID})
 
-    assert send(broker, FOUR) == {item: GONE._replace(unclear=item == lost) for item in "cd"}
+    assert send(broker, FOUR) == {item: INVALID._replace(unclear=item == lost) for item in "cd"}
     assert broker.requests == ["abcd", "cd", "c", "d"]
 
 
 def test_request_error_refuses_remaining_entries(send):
-    broker = Broker({"b": GONE, "c": LATER}, ProducerError("no permission"))
+    broker = Broker({"b": INVALID, "c": LATER}, ProducerError("no permission"))
 
     why = Refusal("ProducerError", "no permission")
-    assert send(broker, [*FOUR, "e"]) == {"b": GONE, "c": why, "e": why}
+    assert send(broker, [*FOUR, "e"]) == {"b": INVALID, "c": why, "e": why}
     assert broker.requests == ["abcd", "c"]
 
 

@@ -223,7 +223,7 @@ def test_text_search_finds_staged_messages(run):
 
 
 def test_early_failure_shows_payload_of_its_verdict():
-    # Of a producer that republishes, and so keeps payloads beside the verdicts
+    # Of a producer that republishes, and so keeps payloads next to the verdicts
     entry = Entry("id", "", Verdict(Action.DEAD_LETTER, 0.0, "why", "process"), payload=b"98")
 
     payload = message._payload(None, EntryLine(entry, None, settled=False))
