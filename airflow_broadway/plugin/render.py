@@ -9,7 +9,7 @@ these variables:
 ``csrf``        the token for a form's field ``csrf``; empty without a login
 ``now``         the time of rendering
 
-Filters: ``timestamp`` (a ``<time>``), ``count``, ``size``, ``seconds``, ``path`` (an id as a path
+Filters: ``time`` (a ``<time>``), ``count``, ``size``, ``seconds``, ``path`` (an id as a path
 segment), ``web`` (an http link), ``oneline`` (untrusted text).  Everything is escaped; there is no
 ``|safe``.
 """
@@ -80,9 +80,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    environment.filters.update(
-        timestamp=timestamp, count=count, rate=rate, size=size, seconds=seconds
-    )
+    environment.filters.update(time=timestamp, count=count, rate=rate, size=size, seconds=seconds)
     environment.filters.update(path=path_part, web=web, oneline=printable)
     environment.filters.update(shorten=shorten, sentence=sentence)
     return environment

@@ -141,8 +141,8 @@ class BacklogWatch:
         self._log_unknown(depth)
         if depth is None:
             return None
-        reached = reasons(self.bounds, depth)
-        if not reached:
+        met = reasons(self.bounds, depth)
+        if not met:
             self._reported = self._held_since = None  # the backlog decreased
             return None
         runs = Runs(0, 0) if self.runs is None else self.runs()
@@ -151,7 +151,7 @@ class BacklogWatch:
         self._last_runs = runs
         self._rearm(runs)
         if self._is_due(runs):
-            return self._event(at, runs, depth, reached)
+            return self._event(at, runs, depth, met)
         return None
 
     def _rearm(self, runs: Runs) -> None:
@@ -182,9 +182,7 @@ class BacklogWatch:
                 return False
         return self._reported is None or now >= self._reported.again
 
-    def _event(
-        self, at: datetime, runs: Runs, depth: QueueDepth, reached: list[str]
-    ) -> dict[str, Any]:
+    def _event(self, at: datetime, runs: Runs, depth: QueueDepth, met: list[str]) -> dict[str, Any]:
         report = self._reported
         if report is None:
             report = self._reported = _Report(first=at, ever=runs.ever)
@@ -200,7 +198,7 @@ class BacklogWatch:
         report.again = self.clock.monotonic() + wait
         self._held_since = None if runs.open < self.max_runs else self.clock.monotonic()
         return {
-            "reason": " and ".join(reached),
+            "reason": " and ".join(met),
             **depth._asdict(),
             "at": at.isoformat(),
             "crossing": report.first.isoformat(),

@@ -124,14 +124,12 @@ def move_letters(pipeline: Pipeline, env: ProducerEnv) -> None:
 
 
 def _none_moved(source: RunSource, moved: Moved, place: str, selection: str) -> RequestRefused:
-    problems = [f"{key} was not moved: {reason}" for key, reason in moved.refused.items()]
+    errors = [f"{key} was not moved: {reason}" for key, reason in moved.refused.items()]
     if moved.unknown:
-        problems.append(
-            f"not, or no longer, dead letters: {', '.join(moved.unknown[:_MOST_NAMED])}"
-        )
+        errors.append(f"not, or no longer, dead letters: {', '.join(moved.unknown[:_MOST_NAMED])}")
     done = "deleted" if deletes(source) else "requeued"
     return RequestRefused(
         f"no dead letters of {place}{selection} were {done}"
-        f" ({'; '.join(problems[:_MOST_NAMED]) or 'there are none'}), and nothing was received:"
+        f" ({'; '.join(errors[:_MOST_NAMED]) or 'there are none'}), and nothing was received:"
         " look with `airflow-broadway dead-letters list`"
     )
