@@ -128,9 +128,10 @@ class TestParquetFolder(SinkContract):
             return real(path)
 
         with closing(subject.open()) as client:
-            with monkeypatch.context() as patch, pytest.raises(SinkError, match="Input/output"):
-                patch.setattr(os, "scandir", scandir)
+            monkeypatch.setattr(os, "scandir", scandir)
+            with pytest.raises(SinkError, match="Input/output"):
                 client.commit(rows_of("a"), commit_of("b1.0"))
+            monkeypatch.undo()
             assert client.landed(["b1.0"]) == {}
             client.commit(rows_of("a"), commit_of("b1.0"))
         assert list(subject.read()) == ["a"]
