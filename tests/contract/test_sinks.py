@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -117,6 +118,23 @@ class TestParquetFolder(SinkContract):
             return [str(row) for file in files for row in pq.read_table(file)["message_id"]]
 
         return SinkSubject(ParquetFolder(path=str(tmp_path / "table")), read)
+
+    def test_files_that_cannot_be_listed_are_not_left_out_of_a_commit(self, subject, monkeypatch):
+        real = os.scandir
+
+        def scandir(path: Any) -> Any:
+            if "/_staged/" in str(path):
+                raise OSError(errno.EIO, "Input/output error", path)
+            return real(path)
+
+        with closing(subject.open()) as client:
+            monkeypatch.setattr(os, "scandir", scandir)
+            with pytest.raises(SinkError, match="Input/output"):
+                client.commit(rows_of("a"), commit_of("b1.0"))
+            monkeypatch.undo()
+            assert client.landed(["b1.0"]) == {}
+            client.commit(rows_of("a"), commit_of("b1.0"))
+        assert list(subject.read()) == ["a"]
 
 
 @pytest.mark.slow
