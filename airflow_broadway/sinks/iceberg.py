@@ -51,8 +51,7 @@ _TRIES: Final = 100
 class IcebergTable(Options, Sink):
     """An Apache Iceberg table; see ``docs/sink-tables.md``."""
 
-    engines: ClassVar[frozenset[str]] = frozenset({"python"})
-    engines_note: ClassVar[str] = (
+    spark_note: ClassVar[str] = (
         "Apache Iceberg 1.12 has runtimes for Spark 3.5, 4.0 and 4.1, and that for 4.1 does not run"
         " on 4.2: use engine='python'"
     )

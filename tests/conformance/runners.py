@@ -178,6 +178,8 @@ def run_driven(case: Case, request: pytest.FixtureRequest) -> Observed:
 def _not_locally(case: Case) -> str:
     if [kind for kind, _ in steps_of(case)] != ["push", "drain"]:
         return "more than one list of messages"
+    if case["given"].get("no_handle_batch"):
+        return "refused before it begins"
     return "a producer with options" if case["given"].get("producer") else ""
 
 

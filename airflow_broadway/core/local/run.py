@@ -184,6 +184,7 @@ def run_local(
         no message is begun; the remaining received messages are then released, and batches are
         delivered all the same.
     :returns: The report; ``report.balanced`` is whether every message is accounted for.
+    :raises OptionsError: If a callback is missing, or takes other arguments.
     :raises PipelineError: If a batcher runs on Spark; if the transformer raised, or the processors'
         ``partition_by`` or a custom splitter returned an invalid value.  Exceptions of these two
         are re-raised.  Messages without an outcome are released then.
@@ -191,6 +192,7 @@ def run_local(
     :raises ProducerError: If the broker fails.
     """
     instance = pipeline() if isinstance(pipeline, type) else pipeline
+    instance.check_callbacks(instance.batchers)
     run_clock = clock or SystemClock()
     stopping = stop if isinstance(stop, Stop) else Stop(run_clock, instance.shutdown, stop)
     if isinstance(connections, Mapping):

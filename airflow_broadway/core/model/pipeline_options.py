@@ -258,13 +258,13 @@ class Batcher(Options):
                     "Batcher.merge_keys", "False when batch_size is a pair", self.merge_keys
                 )
         self._default("max_demand", self.batch_size)
-        if self.sink is not None and self.engine not in self.sink.engines:
-            note = f" ({self.sink.engines_note})" if self.sink.engines_note else ""
-            raise OptionsError(
-                "Batcher.sink", f"one that supports engine={self.engine!r}{note}", self.sink
-            )
-        if self.sink is not None and (caveat := self.sink.caveat(self.engine)):
-            warnings.warn(f"{self.sink.uri}: {caveat}", SinkWarning, stacklevel=2)
+        if sink := self.sink:
+            if self.engine == "spark" and type(sink).open_spark is Sink.open_spark:
+                raise OptionsError(
+                    "Batcher.sink", f"a sink for Spark batchers ({sink.spark_note})", sink
+                )
+            if caveat := sink.caveat(self.engine):
+                warnings.warn(f"{sink.uri}: {caveat}", SinkWarning, stacklevel=2)
         if self.own_application and self.engine != "spark":
             raise OptionsError(
                 "Batcher.own_application",

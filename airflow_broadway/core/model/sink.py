@@ -121,14 +121,12 @@ class SinkClient(ABC):
 class Sink(ABC):
     """A table or folder; frozen options until it is opened.
 
-    :cvar engines: The batcher engines that it supports.
-    :cvar engines_note: The reason, if it does not support both, and the way out.
+    :cvar spark_note: The reason, if it does not define :meth:`open_spark`, and the way out.
     """
 
-    engines: ClassVar[frozenset[str]] = frozenset({"spark", "python"})
+    spark_note: ClassVar[str] = "without open_spark, use engine='python'"
     #: The column whose values lie in the interval of a backfill; ``None`` keeps its earlier rows.
     time_column: str | None = None
-    engines_note: ClassVar[str] = ""
 
     @property
     @abstractmethod

@@ -7,7 +7,8 @@ import pytest
 from airflow_broadway import Batcher, Broadway, Processors, RateLimiting, RetryPolicy
 from airflow_broadway.core.errors import OptionsError
 from airflow_broadway.core.reference import make_ref
-from airflow_broadway.producers.sqlite import SqliteProducer
+from airflow_broadway.producers.sqlite import SqliteProducer, SqliteQueue
+from airflow_broadway.sinks import IcebergTable
 from airflow_broadway.testing import DummyProducer, test_message
 from tests.unit.passing import Passing
 
@@ -76,6 +77,30 @@ def test_name_has_at_most_a_hundred_portable_characters(name, holds):
         return
     with pytest.raises(OptionsError, match="'name'"):
         Orders(name=name)
+
+
+def test_sink_without_open_spark_is_refused_for_spark_batchers():
+    sink = IcebergTable(table="lake.orders")
+    assert Batcher(engine="python", sink=sink).sink == sink
+    with pytest.raises(OptionsError, match=r"sink for Spark batchers .*use engine='python'"):
+        Batcher(sink=sink)
+
+
+def test_wrong_callbacks_are_refused_before_a_message_is_received(tmp_path):
+    path = str(tmp_path / "queue.db")
+
+    class Wrong(Passing):
+        producer = SqliteProducer(queue="q", path=path)
+
+        def handle_message(self, message):  # type: ignore[override]
+            return message
+
+    queue = SqliteQueue(path, "q")
+    queue.create()
+    queue.send([b"1"])
+    with pytest.raises(OptionsError, match=r"handle_message\(self, processor, message, context\)"):
+        Wrong().run_local()
+    assert queue.depth().ready == 1
 
 
 def test_setup_precedes_other_callbacks():
