@@ -47,8 +47,20 @@ RUN_TESTS = [
     f"tests/unit/runs/test_{name}.py"
     for name in ("settle", "settle_reads", "sweep", "custody", "ending", "process", "reports")
 ]
+CUSTODY_TESTS = [
+    "tests/unit/core/custody",
+    "tests/unit/producers/sqlite",
+    "tests/contract/test_sqlite.py",
+    "tests/unit/core/local",
+    "tests/unit/core/model",
+    "tests/unit/core/test_log_context.py",
+    "tests/unit/runs/test_identity.py",
+    "tests/unit/runs/test_dry_run.py",
+    "tests/unit/cli/test_dead_letters.py",
+    *RUN_TESTS,
+]
 TARGETS = [
-    Target("custody", ["core/custody/*.py"], 50, ["tests/unit/core/custody", *RUN_TESTS]),
+    Target("custody", ["core/custody/*.py"], 50, CUSTODY_TESTS),
     Target("stages", ["core/stages/*.py"], 60, ["tests/unit/core/stages", "tests/unit/core/local"]),
     Target("formats", ["core/formats/*.py"], 30, ["tests/unit/core/formats", "tests/unit/staging"]),
     Target(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from binascii import b2a_base64
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -160,11 +161,11 @@ def staged_text(route: bytes, properties: bytes, redelivered: bool) -> str:
 
     :param redelivered: Whether it may have been delivered before.
     """
-    value = {
-        "route": base64.b64encode(route).decode("ascii"),
-        "properties": base64.b64encode(properties).decode("ascii"),
-    }
-    return json.dumps({**value, "redelivered": True} if redelivered else value)
+    # Formatted by hand: dumps takes six times as long, for each message.
+    first = b2a_base64(route, newline=False).decode()
+    second = b2a_base64(properties, newline=False).decode()
+    mark = ', "redelivered": true' if redelivered else ""
+    return f'{{"route": "{first}", "properties": "{second}"{mark}}}'
 
 
 def staged_delivery(text: str | None) -> tuple[bytes, bytes, bool]:
