@@ -49,7 +49,7 @@ class ArrowFiles(Folder):
 
         :raises StagingError: Naming what the executor lacks, before any batch begins.
         """
-        uri = self._uri
+        uri, options = self._uri, client_options(self.store.fs)
         cause: Exception | None = None
 
         def look(tasks: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -65,12 +65,11 @@ class ArrowFiles(Folder):
                 yield pa.RecordBatch.from_pydict({"text": [text]})
 
         try:
-            options = client_options(self.store.fs)
             [(text,)] = spark.range(0, 1, 1, 1).mapInArrow(look, "text string").collect()
         except Exception as error:  # its Python has no airflow_broadway, or does not start
             cause = error
             lines = [line for line in str(error).splitlines() if "Error: " in line]
-            text = (lines or [str(error)])[-1].strip()
+            text = (lines or [f"{type(error).__name__}: {error}"])[-1].strip()
         if text:
             raise StagingError(
                 f"an executor cannot read {self._uri} through Arrow ({text}); its Python needs"

@@ -102,6 +102,7 @@ class Application:
 
         :raises Stopped: If the application is being stopped.
         :raises SparkLost: If Spark is lost: see :meth:`Sessions.why_lost`.
+        :raises PythonMismatch: As that method.
         """
         if self.stopping():
             raise Stopped("the application was stopped") from cause

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from airflow_broadway.core.errors import BroadwayError, PipelineError
 from airflow_broadway.core.log_context import keep_ids
+from airflow_broadway.core.model.message import Status
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -71,6 +72,10 @@ class SparkLost(BroadwayError):
     """Spark is lost: running batches have no outcome."""
 
 
+class PythonMismatch(BroadwayError):
+    """An executor has another minor version of Python: no batch that needs it can be handled."""
+
+
 class Sessions(Protocol):
     """The sessions of an application; used from many threads."""
 
@@ -94,6 +99,7 @@ class Sessions(Protocol):
         """Returns why Spark is lost; empty while it is usable.
 
         :param cause: The error for which this is asked.
+        :raises PythonMismatch: If it shows that an executor cannot run the driver's Python.
         """
 
     def make_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
@@ -131,12 +137,14 @@ class ClassicSessions:
                 return "the SparkContext was stopped"
         except Exception as error:
             return f"Spark has ended ({type(error).__name__}: {str(error).splitlines()[:1]})"
-        if _MISMATCH in str(cause):  # which a message may hold, too: so a job shows it
+        if _MISMATCH in Status("error", cause).text:  # a message may hold it, too: a job shows it
             try:
                 spark.sparkContext.range(1).map(abs).first()
             except Exception as error:
-                lines = [line for line in str(error).splitlines() if _MISMATCH in line]
-                return f"an executor cannot run Python ({(lines or [str(error)])[0].strip()})"
+                for line in str(error).splitlines():
+                    if _MISMATCH in line:
+                        message = f"an executor cannot run Python ({line.strip()})"
+                        raise PythonMismatch(message) from error
         return ""
 
     def make_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:

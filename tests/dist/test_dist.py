@@ -61,8 +61,8 @@ def test_the_sdist_builds_the_same_wheel(built, tmp_path):
     files = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     [wheel] = WheelBuilder(str(root)).build(directory=str(tmp_path), versions=["standard"])
 
-    also_packed = {"CHANGELOG.md", "LICENSE", "README.md", "PKG-INFO", "pyproject.toml", ".gitignore"}
-    assert files <= PACKAGE | also_packed
+    others = {"CHANGELOG.md", "LICENSE", "README.md", "PKG-INFO", "pyproject.toml", ".gitignore"}
+    assert files <= PACKAGE | others
     assert Path(wheel).read_bytes() == built[0].read_bytes()
 
 

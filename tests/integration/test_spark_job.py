@@ -942,10 +942,12 @@ def _has_another_python(job: Job, patch: pytest.MonkeyPatch) -> None:
     error = RuntimeError(f"Job aborted.\n{MISMATCH}\n")
     spark = mock.Mock()
     spark._jsc.sc().isStopped.return_value = False
-    assert ClassicSessions(spark).why_lost(error) == ""  # a message held that text
-    spark.sparkContext.range().map().first.side_effect = error
-    loss = ClassicSessions(spark).why_lost(error)
-    patch.setattr(ClassicSessions, "why_lost", lambda *_: loss)
+    why_lost, sessions = ClassicSessions.why_lost, ClassicSessions(spark)
+    first = spark.sparkContext.range().map().first
+    for first.side_effect in (None, RuntimeError("cancelled")):
+        assert why_lost(sessions, error) == ""  # a message held that text
+    first.side_effect = error
+    patch.setattr(ClassicSessions, "why_lost", lambda _, cause=None: why_lost(sessions, cause))
     raise error
 
 
@@ -975,6 +977,9 @@ def test_an_event_that_ends_the_application_fails_no_batch(
     assert sorted(job.outcomes("default")) == ["b0"]
     assert [info.batch_id for _, info in Counting.calls] == ["b0", "b1"]
     assert result in caplog.text
+    # And that is no crash of a batch, unless Spark is lost
+    ended = job.root / paths.of_try("handle_batches", 1, kind="ended")
+    assert ended.exists() == (happens is not _stops_spark)
 
 
 class Committing(Counting):

@@ -149,7 +149,7 @@ class _Times:
         self._by_receipt = time == "received_at"
         self.untimed = 0
         self.reason = ""
-        #: Of the last messages: ``why`` for those without a time; empty if all have one.
+        #: Of the last messages: ``reason`` for those without a time; empty if all have one.
         self.reasons: list[str | None] = []
 
     def of(self, messages: Sequence[Message]) -> list[datetime]:
