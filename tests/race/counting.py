@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,8 +58,9 @@ class Rows:
             folders[:] = [name for name in folders if name[0] not in "_."]
             for name in names:
                 if name.endswith(".parquet") and name[0] not in "_.":
-                    path = Path(folder, name)
-                    visible[path] = path.stat().st_ctime
+                    with suppress(FileNotFoundError):
+                        path = Path(folder, name)
+                        visible[path] = path.stat().st_ctime
         return visible
 
     def _spark_files(self, log: Path) -> dict[Path, float]:

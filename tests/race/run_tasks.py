@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
 import time
 from contextlib import closing
@@ -52,13 +53,13 @@ def execute(kind: str, run_id: str, running: tuple[str, ...], store: Store) -> N
 
 
 def main(kind: str, runs: int) -> None:
-    """Executes runs until one fails."""
+    """Executes runs until one fails; that ends the whole process group."""
     place = Store.open(f"file://{os.environ['RACE_STATE']}/staging")
     alive = f"run-{time.time_ns()}-"
     number = next((number for number in range(runs) if not os.fork()), None)
     if number is None:
         os.wait()
-        sys.exit(1)
+        os.killpg(0, signal.SIGKILL)
     for count in itertools.count():
         run_id = f"{alive}{number}-{count}"
         # A process executes its runs one after another.
