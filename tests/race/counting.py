@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,9 +54,13 @@ class Rows:
         if log.is_dir():
             return self._spark_files(log)
         visible = {}
-        for path in self.folder.rglob("*.parquet"):
-            if not any(part[0] in "_." for part in path.relative_to(self.folder).parts):
-                visible[path] = path.stat().st_ctime
+        for folder, folders, names in os.walk(self.folder):
+            folders[:] = [name for name in folders if name[0] not in "_."]
+            for name in names:
+                if name.endswith(".parquet") and name[0] not in "_.":
+                    with suppress(FileNotFoundError):
+                        path = Path(folder, name)
+                        visible[path] = path.stat().st_ctime
         return visible
 
     def _spark_files(self, log: Path) -> dict[Path, float]:

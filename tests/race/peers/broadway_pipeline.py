@@ -1,7 +1,7 @@
 """A pipeline with one Python batcher of 10,000 messages, the sink ``ParquetFolder``, and one
 processor with a ``max_demand`` of 1,000, because its callback does not wait; the other options are
 defaults, but for SQS a lease of 60 seconds.  A run receives for 5 seconds, or until the queue has
-been empty for 0.2."""
+been empty for 0.2; two runs are active at a time."""
 
 import json
 import os
