@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from airflow.sdk import BaseOperator
     from airflow.sdk.definitions.mappedoperator import MappedOperator
 
-__all__ = ["make_dag", "make_params", "make_task_group"]
 
 #: The default arguments of tasks.  Two retries bridge a broker's restart or a lost worker.
 DEFAULT_ARGS: Mapping[str, Any] = {"retries": 2, "retry_delay": timedelta(seconds=10)}

@@ -7,6 +7,7 @@ For the sessions of an application on a Spark Connect server see
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,8 +26,8 @@ INCOMPLETE, REFUSED, INTERRUPTED = 1, 2, 130
 #: The way to Spark Connect, for errors.
 USE_REMOTE = "to use Spark Connect, set remote='sc://…', or a connection of the type spark_connect"
 
-#: The class of PySpark's error for an executor that has another minor version of Python.
-_MISMATCH = "[PYTHON_VERSION_MISMATCH]"
+#: PySpark's error for an executor that has another minor version of Python.
+_MISMATCH = re.compile(r"\[PYTHON_VERSION_MISMATCH\].*")
 
 #: Default settings of a session; the application's configuration takes precedence.
 SETTINGS = {
@@ -137,14 +138,12 @@ class ClassicSessions:
                 return "the SparkContext was stopped"
         except Exception as error:
             return f"Spark has ended ({type(error).__name__}: {str(error).splitlines()[:1]})"
-        if _MISMATCH in Status("error", cause).text:  # a message may hold it, too: a job shows it
+        if _MISMATCH.search(Status("error", cause).text):  # a message may hold it: a job shows it
             try:
                 spark.sparkContext.range(1).map(abs).first()
             except Exception as error:
-                for line in str(error).splitlines():
-                    if _MISMATCH in line:
-                        message = f"an executor cannot run Python ({line.strip()})"
-                        raise PythonMismatch(message) from error
+                if found := _MISMATCH.search(str(error)):
+                    raise PythonMismatch(f"an executor cannot run Python: {found[0]}") from error
         return ""
 
     def make_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:

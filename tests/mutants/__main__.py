@@ -48,16 +48,10 @@ RUN_TESTS = [
     for name in ("settle", "settle_reads", "sweep", "custody", "ending", "process", "reports")
 ]
 CUSTODY_TESTS = [
-    "tests/unit/core/custody",
-    "tests/unit/producers/sqlite",
-    "tests/contract/test_sqlite.py",
-    "tests/unit/core/local",
-    "tests/unit/core/model",
-    "tests/unit/core/test_log_context.py",
-    "tests/unit/runs/test_identity.py",
-    "tests/unit/runs/test_dry_run.py",
-    "tests/unit/cli/test_dead_letters.py",
-    *RUN_TESTS,
+    *(f"tests/unit/core/{name}" for name in ("custody", "local", "model", "test_log_context.py")),
+    *(f"tests/unit/runs/test_{name}.py" for name in ("identity", "dry_run")),
+    *("tests/unit/cli/test_dead_letters.py", "tests/unit/producers/sqlite"),
+    *("tests/contract/test_sqlite.py", *RUN_TESTS),
 ]
 TARGETS = [
     Target("custody", ["core/custody/*.py"], 50, CUSTODY_TESTS),

@@ -138,6 +138,7 @@ class BatcherStage:
         start, count = 0, len(items)
         partitioned = self._partitioned
         simple = self._split is None and self._limit is None
+        add = self._add_run if simple else self._add_one_by_one
         while start < count:
             item = items[start]
             key, number = item.batch_key, item.partition if partitioned else None
@@ -149,10 +150,7 @@ class BatcherStage:
                 and (not partitioned or items[stop].partition == number)
             ):
                 stop += 1
-            if simple:
-                self._add_run(items[start:stop], identity, key, number, now, closed)
-            else:
-                self._add_one_by_one(items[start:stop], identity, key, number, now, closed)
+            add(items[start:stop], identity, key, number, now, closed)
             start = stop
 
     def _add_run(
