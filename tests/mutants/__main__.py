@@ -53,10 +53,14 @@ CUSTODY_TESTS = [
     *("tests/unit/cli/test_dead_letters.py", "tests/unit/producers/sqlite"),
     *("tests/contract/test_sqlite.py", *RUN_TESTS),
 ]
+FORMAT_TESTS = [
+    *("tests/unit/core/formats", "tests/unit/staging", "tests/unit/runs/test_sinks.py"),
+    *(f"tests/unit/runs/test_{name}.py" for name in ("isolation", "python_batches")),
+]
 TARGETS = [
     Target("custody", ["core/custody/*.py"], 50, CUSTODY_TESTS),
     Target("stages", ["core/stages/*.py"], 60, ["tests/unit/core/stages", "tests/unit/core/local"]),
-    Target("formats", ["core/formats/*.py"], 30, ["tests/unit/core/formats", "tests/unit/staging"]),
+    Target("formats", ["core/formats/*.py"], 30, FORMAT_TESTS),
     Target(
         "settlement",
         ["staging/settling/*.py", "runs/settle.py", "runs/sweep.py"],
