@@ -53,6 +53,7 @@ def stage(monkeypatch, tmp_path):
     monkeypatch.setattr("scripts.up.time.sleep", lambda seconds: None)
     monkeypatch.setattr(Fake, "at_health", None)
     monkeypatch.delenv("PORT", raising=False)
+    monkeypatch.setattr("sys.argv", ["up"])
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

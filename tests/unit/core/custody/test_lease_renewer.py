@@ -70,6 +70,16 @@ def test_lapsed_lease_is_reported_and_not_renewed_again():
         renewer.check()
 
 
+def test_other_leases_are_renewed_after_one_has_lapsed():
+    custodian = Custodian(None, LEASE.deadline, done=3)
+    leases = [LEASE, replace(LEASE, generation="g2")]
+
+    with LeaseRenewer(lambda: custodian, 0.02, lambda: leases) as renewer:
+        assert custodian.enough.wait(10)
+
+    assert renewer.lapsed
+
+
 def test_nothing_is_opened_without_a_lease():
     requested = threading.Event()
 

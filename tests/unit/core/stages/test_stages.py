@@ -174,6 +174,19 @@ def test_failed_message_with_unknown_batcher_keeps_its_reason():
     assert message.status == ("failed", "mine", "")
 
 
+def test_another_message_than_the_given_one_is_no_result():
+    other = PipelineDriver(Plain).message(1)
+
+    class Pipeline(Batched):
+        def handle_message(self, processor, message, context):
+            return other if message.data == 1 else message
+
+    tested = test_batch(Pipeline, [1, 2])
+    assert [m.data for m in tested.successful] == [2]
+    [failed] = tested.failed
+    assert failed.status.text.startswith("PipelineError: expected handle_message to return message")
+
+
 def test_unhashable_batch_key_fails_its_message_only():
     class Pipeline(Batched):
         def handle_message(self, processor, message, context):
