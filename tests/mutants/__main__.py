@@ -1,6 +1,9 @@
 """``make mutants``: break custody, settlement, staging and stages in one place each, and count the
 changes that the tests see.
 
+All tests run once without a change, to see which lines each runs.  Then each mutant meets those
+that run its function.
+
 ``tests/mutants/killed.txt`` names those that were killed: a change of the tests that lets one of
 them live is refused.  ``--record`` adds what is killed now.
 """
@@ -17,22 +20,32 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
+from subprocess import Popen
 from typing import NamedTuple
 
+from tests.mutants.choice import TestChoice
 from tests.mutants.operators import Mutant, mutants_of
 
 PACKAGE = "airflow_broadway"
 ROOT = Path(__file__).resolve().parents[2]
 #: A copy of the package, in which modules are changed.
 COPY = ROOT / "build/mutants"
+#: Data of coverage.py: which tests run which lines.
+COVERAGE = ROOT / "build/mutants.coverage"
 KILLED = Path(__file__).with_name("killed.txt")
 #: Seconds after which tests that do not end have seen the change.
 TIMEOUT = 600.0
+#: Those that may meet a mutant.
+TESTS = [
+    *("tests/unit", "tests/conformance", "tests/integration/test_staging_client.py"),
+    *(f"tests/contract/test_{name}.py" for name in ("folder", "sqlite", "sqs", "sinks")),
+]
 
 
 class Target(NamedTuple):
-    """Modules, how many mutants are made of them, and the tests that should kill these.
+    """Modules, and how many mutants are made of them.
 
     :param modules: Patterns below the package.
     """
@@ -40,40 +53,15 @@ class Target(NamedTuple):
     name: str
     modules: Sequence[str]
     wanted: int
-    tests: Sequence[str]
 
 
-RUN_TESTS = [
-    f"tests/unit/runs/test_{name}.py"
-    for name in ("settle", "settle_reads", "sweep", "custody", "ending", "process", "reports")
-]
-CUSTODY_TESTS = [
-    *(f"tests/unit/core/{name}" for name in ("custody", "local", "model", "test_log_context.py")),
-    *(f"tests/unit/runs/test_{name}.py" for name in ("identity", "dry_run")),
-    *("tests/unit/cli/test_dead_letters.py", "tests/unit/producers/sqlite"),
-    *("tests/contract/test_sqlite.py", *RUN_TESTS),
-]
-FORMAT_TESTS = [
-    *("tests/unit/core/formats", "tests/unit/staging", "tests/unit/runs/test_sinks.py"),
-    *(f"tests/unit/runs/test_{name}.py" for name in ("isolation", "python_batches")),
-]
 TARGETS = [
-    Target("custody", ["core/custody/*.py"], 50, CUSTODY_TESTS),
-    Target("stages", ["core/stages/*.py"], 60, ["tests/unit/core/stages", "tests/unit/core/local"]),
-    Target("formats", ["core/formats/*.py"], 30, FORMAT_TESTS),
-    Target(
-        "settlement",
-        ["staging/settling/*.py", "runs/settle.py", "runs/sweep.py"],
-        40,
-        ["tests/unit/staging/test_settlement.py", *RUN_TESTS, "tests/unit/staging/test_damage.py"],
-    ),
-    Target("staging", ["staging/*.py"], 40, ["tests/unit/staging", *RUN_TESTS]),
-    Target(
-        "engine",
-        ["producers/engine/*.py", "producers/sqlite/*.py"],
-        40,
-        ["tests/contract/test_sqlite.py", "tests/unit/producers", "tests/contract/test_sqs.py"],
-    ),
+    Target("custody", ["core/custody/*.py"], 50),
+    Target("stages", ["core/stages/*.py"], 60),
+    Target("formats", ["core/formats/*.py"], 30),
+    Target("settlement", ["staging/settling/*.py", "runs/settle.py", "runs/sweep.py"], 40),
+    Target("staging", ["staging/*.py"], 40),
+    Target("engine", ["producers/engine/*.py", "producers/sqlite/*.py"], 40),
 ]
 
 
@@ -84,31 +72,36 @@ def main() -> int:
     parser.add_argument("--only", choices=names, action="append", help="only these targets")
     parser.add_argument("--list", action="store_true", help="only print the mutants")
     parser.add_argument("--record", action="store_true", help="write those killed to killed.txt")
+    parser.add_argument(
+        "--measured", action="store_true", help="take the lines that tests run from the last time"
+    )
     options = parser.parse_args()
     before = set(KILLED.read_text().splitlines()) if KILLED.exists() else set()
     _copy_package()
     killed: set[str] = set()
     lived: list[str] = []
 
-    for target in TARGETS:
-        if options.only and target.name not in options.only:
-            continue
-        mutants = list(choose_mutants(target, before))
-        if not options.list and not passes(target.tests):
-            sys.exit(f"{target.name}: its tests fail without a mutant: {' '.join(target.tests)}")
-        for mutant in mutants:
-            if options.list:
-                print(f"{target.name}: {mutant.id}")
-                continue
-            began = time.monotonic()
-            found = not passes(target.tests, mutant)
-            (killed.add if found else lived.append)(mutant.id)
-            if options.record:
-                KILLED.write_text("".join(f"{name}\n" for name in sorted(before | killed)))
-            verdict = "killed" if found else "LIVES"
-            print(f"{verdict} {time.monotonic() - began:4.0f} s  {mutant.id}", flush=True)
+    mutants = [
+        mutant
+        for target in TARGETS
+        if not options.only or target.name in options.only
+        for mutant in choose_mutants(target, before)
+    ]
     if options.list:
+        print(*(mutant.id for mutant in mutants), sep="\n")
         return 0
+    if not options.measured:
+        measure()
+    tests_of = choose_tests(mutants)
+
+    for mutant in mutants:
+        began = time.monotonic()
+        found = not passes(tests_of[mutant.id], mutant)
+        (killed.add if found else lived.append)(mutant.id)
+        if options.record:
+            KILLED.write_text("".join(f"{name}\n" for name in sorted(before | killed)))
+        verdict = "killed" if found else "LIVES"
+        print(f"{verdict} {time.monotonic() - began:4.0f} s  {mutant.id}", flush=True)
     again = sorted(before & set(lived))
     print(f"{len(killed)} of {len(killed) + len(lived)} killed; {len(again)} of these were before")
     for name in again:
@@ -133,19 +126,58 @@ def choose_mutants(target: Target, before: set[str]) -> Iterator[Mutant]:
     yield from others[: max(0, target.wanted - len(known))]
 
 
-def passes(tests: Sequence[str], mutant: Mutant | None = None) -> bool:
-    """Runs tests, against a mutant if one is given; returns whether all pass, and ends."""
-    if mutant is not None:
-        (COPY / mutant.path).write_text(mutant.source)
-    line = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    process = subprocess.Popen(
-        [*line, "-m", "not slow", "--timeout", "60"],
+def measure() -> None:
+    """Runs all tests, and records the lines of the package that each runs.
+
+    :raises SystemExit: If one fails.
+    """
+    options = ["--cov", PACKAGE, "--cov-context=test", "--cov-report="]
+    if start_tests([*TESTS, *options], COVERAGE_FILE=str(COVERAGE)).wait():
+        sys.exit("The tests fail without a mutant.")
+
+
+def start_tests(arguments: Sequence[str], out: int | None = None, **more: str) -> Popen[bytes]:
+    """Starts pytest in the copy of the package, as the leader of a process group."""
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    environment = {**os.environ, "PYTHONPATH": str(COPY), **more}
+    return Popen(
+        [*line, *arguments],
         cwd=COPY,
-        env={**os.environ, "PYTHONPATH": str(COPY)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        env=environment,
+        stdout=out,
+        stderr=out,
         start_new_session=True,
     )
+
+
+def choose_tests(mutants: Sequence[Mutant]) -> dict[str, list[str]]:
+    """Chooses the tests of each mutant, by its id.
+
+    :raises SystemExit: If pytest does not find one of them.
+    """
+    choice = TestChoice(COVERAGE)
+    chosen = {
+        mutant.id: choice.tests_of(mutant.path, mutant.place, mutant.function)
+        or [nearest_tests(mutant.path)]
+        for mutant in mutants
+    }
+    listed = COPY / "chosen.txt"
+    listed.write_text("".join(f"{test}\n" for test in sorted({*chain(*chosen.values())})))
+    if start_tests(["--collect-only", f"@{listed}"], out=subprocess.DEVNULL).wait():
+        sys.exit(f"Not all tests of {listed} are found: see pytest --collect-only @{listed}")
+    return chosen
+
+
+def nearest_tests(path: str) -> str:
+    """Returns the folder of unit tests of a module, or of the nearest package that has one."""
+    folder = Path("tests/unit") / Path(path).parent.relative_to(PACKAGE)
+    return str(next(near for near in (folder, *folder.parents) if (ROOT / near).is_dir()))
+
+
+def passes(tests: Sequence[str], mutant: Mutant) -> bool:
+    """Runs tests against a mutant; returns whether all pass, and end."""
+    (COPY / mutant.path).write_text(mutant.source)
+    process = start_tests(["-x", "--timeout", "60", *tests], out=subprocess.DEVNULL)
     try:
         return process.wait(timeout=TIMEOUT) == 0
     except subprocess.TimeoutExpired:
@@ -154,8 +186,7 @@ def passes(tests: Sequence[str], mutant: Mutant | None = None) -> bool:
         with suppress(ProcessLookupError):  # also what a killed test has left
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        if mutant is not None:
-            shutil.copy2(ROOT / mutant.path, COPY / mutant.path)
+        shutil.copy2(ROOT / mutant.path, COPY / mutant.path)
 
 
 def _copy_package() -> None:

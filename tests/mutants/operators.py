@@ -32,11 +32,15 @@ class Mutant(NamedTuple):
     :param id: Names it as long as its function has the same text: path, function, change, number.
     :param path: The module, from the project's root.
     :param source: The module's text with the change.
+    :param place: The lines that the change is in.
+    :param function: The lines of its function's body.
     """
 
     id: str
     path: str
     source: str
+    place: range
+    function: range
 
 
 class _Change(NamedTuple):
@@ -60,7 +64,13 @@ def mutants_of(path: str, source: str) -> Iterator[Mutant]:
             name = f"{path}::{function}: {before} -> {' '.join(change.text.split())[:70]}"
             counts[name] = counts.get(name, 0) + 1
             number = f" ({counts[name]})" if counts[name] > 1 else ""
-            yield Mutant(name + number, path, text.replaced(change.node, change.text))
+            changed = text.replaced(change.node, change.text)
+            yield Mutant(name + number, path, changed, _lines(change.node), _lines(*node.body))
+
+
+def _lines(*nodes: ast.expr | ast.stmt) -> range:
+    """The lines of nodes that follow each other."""
+    return range(nodes[0].lineno, (nodes[-1].end_lineno or 0) + 1)
 
 
 class _Text:

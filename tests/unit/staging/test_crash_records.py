@@ -107,6 +107,18 @@ def test_unreadable_record_still_counts_as_a_crash(store, text, caplog):
     assert "A crash record cannot be read" in caplog.text
 
 
+def test_record_removed_since_the_listing_hides_no_other(store, monkeypatch):
+    for generation in ("g1", "g2", "g3"):
+        record_crash(store, "orders", generation, ["a"], NOW)
+    gone, *_ = store.folder("orders/_crashes").list("")
+    read = Folder.read
+    monkeypatch.setattr(
+        Folder, "read", lambda self, path: read(self, "gone" if path == gone else path)
+    )
+
+    assert load_crash_history(store, "orders", NOW).in_hand == {"a": 2}
+
+
 @pytest.mark.parametrize(("in_hand", "size"), [(0, None), (1, 25), (2, 5), (3, 1), (7, 1)])
 def test_portions_shrink_with_the_crashes_of_a_message(in_hand, size):
     assert portion_size(in_hand) == size

@@ -237,6 +237,7 @@ def test_vanished_root_is_not_recreated_without_its_parent(tmp_path):
         (errno.EDQUOT, "the disk quota of its user is used up; free space"),
         (errno.EROFS, "its file system is read-only; set"),
         (errno.EACCES, "is not allowed to; change its owner or mode"),
+        (errno.ENOENT, "the folder does not exist; mount or create it"),
         (errno.EIO, r"Input/output error; check `\[broadway\] staging`"),
     ],
 )

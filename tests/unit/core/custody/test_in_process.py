@@ -124,15 +124,28 @@ def test_partial_immediate_settlement_counts_though_it_raises(reason):
     assert (report.acked, report.released, getattr(report, reason)) == (2, 1, 1)
 
 
-def test_report_without_unsettled_ids_is_refused():
+def test_verdicts_are_carried_out_in_bulk():
+    leased = messages(1001)
+    custodian = Custodian(leased, [], "")
+    settler = settler_of(custodian, leased)
+    settler.record("process", [(leased[0], ACK)], [])
+    settler.tick()
+    assert not custodian.done
+
+    settler.record("process", [(message, ACK) for message in leased[1:1000]], [])
+    assert len(custodian.done) == 1000
+
+
+@pytest.mark.parametrize("reason", ["failed", "lapsed"])
+def test_report_without_unsettled_ids_is_refused(reason):
     class Silent(Custodian):
         def settle_now(self, lease, entries):
             return replace(super().settle_now(lease, entries), undone=frozenset())
 
     leased = messages(3)
-    settler = settler_of(Silent(leased, ["m-1"], "failed"), leased)
+    settler = settler_of(Silent(leased, ["m-1"], reason), leased)
 
-    with pytest.raises(ProducerError, match="1 of 3 messages as not settled, and names 0"):
+    with pytest.raises(ProducerError, match=" 1 of 3 messages as not settled, and names 0"):
         settler.settle_now("process", [(message, ACK) for message in leased], [])
 
 

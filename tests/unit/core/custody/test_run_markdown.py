@@ -29,6 +29,7 @@ def test_markdown_report_is_written_next_to_its_json(tmp_path: Path) -> None:
     assert "\n- 10 messages received\\: 7 acked, 3 dead\\-lettered\\.\n" in text
     assert "\n## Reasons\n\n| Messages | Stage | Reason |\n| --: | --- | --- |\n" in text
     assert "\n| 2 | batch | five |\n" in text
+    assert " | process\\[0\\] | 1 | 10 | empty |\n" in text
 
 
 def test_an_empty_run_has_none(tmp_path: Path) -> None:

@@ -64,6 +64,10 @@ def test_update_waits_for_the_end_of_the_window_unless_reset():
     assert limiter.take(100) == 3
     assert limiter.wait_seconds() == 5.0
     assert limiter.get_rate_limiting() == {"allowed_messages": 3, "interval": 5.0}
+    limiter.update_rate_limiting(interval=20.0)
+    clock.advance(11.0)  # the window ended six seconds ago, and a longer one began
+    assert limiter.take(100) == 3
+    assert limiter.wait_seconds() == 14.0
 
 
 def test_changed_options_start_a_new_window():

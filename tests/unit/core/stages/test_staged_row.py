@@ -11,7 +11,7 @@ from airflow_broadway.core.model.message import Message
 from airflow_broadway.core.model.pipeline_options import Batcher
 from airflow_broadway.core.pipeline import Pipeline
 from airflow_broadway.core.stages.processor import ProcessorStage
-from airflow_broadway.core.stages.staged_row import RowConverter
+from airflow_broadway.core.stages.staged_row import DirectConverter, RowConverter
 from airflow_broadway.testing import DummyProducer
 
 
@@ -66,9 +66,10 @@ def test_unschematized_bytes_stay_bytes_and_the_rest_is_json(data, staged):
         {"message_id": "\ud800"},
     ],
 )
-def test_unserializable_message_fails(fields):
+@pytest.mark.parametrize("converter", [RowConverter, DirectConverter])
+def test_unserializable_message_fails(converter, fields):
     with pytest.raises(ConversionError):
-        RowConverter(pipeline_of(Batcher()))(message(1, **fields))
+        converter(pipeline_of(Batcher()))(message(1, batcher="default", **fields))
 
 
 def test_key_may_be_any_json():

@@ -109,6 +109,13 @@ def test_child_is_replaced_after_a_signal():
     assert [message.data[0] for message in second.successful] == [2]
 
 
+def test_stop_before_the_first_message_signals_no_child():
+    stop = Stop(SystemClock(), 0.0)
+    with closing(SubprocessProcessor(InProcesses(), stop=stop)) as processor:
+        stop.request("before the first message")
+        assert processor.start()
+
+
 def test_truncated_value_is_end_of_file():
     # Given a value of which the last bytes never came
     channel = PipeChannel(io.BytesIO(struct.pack("!Q", 100) + b"\x80"), io.BytesIO())

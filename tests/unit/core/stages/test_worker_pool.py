@@ -80,10 +80,12 @@ def test_pieces_of_a_lane_or_key_are_handled_in_order():
             assert [piece for other, piece in order if other == lane] == [*range(lane, 30, 3)]
 
 
-def test_interrupt_of_a_worker_is_raised_by_take():
+def test_interrupt_of_a_worker_is_raised_by_put_and_take():
     pool = WorkerPool([mock.Mock(side_effect=KeyboardInterrupt)] * 2)
     pool.put(1)
     pool.wait(5.0)
+    with pytest.raises(KeyboardInterrupt):
+        pool.put(2)
     with pytest.raises(KeyboardInterrupt):
         pool.take()
     pool.close()
