@@ -245,6 +245,17 @@ def test_refused_renewal_lapses_one_message(run):
     assert (report.acked, report.lapsed) == (2, 1)
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_refused_renewal_of_all_ends_the_lease_unless_verdicts_are_to_be_counted(early, run):
+    messages = run.take_new(["a", "b"])
+    run.settle_now(messages[:early], ACK)
+    run.clock.advance(300.0)
+    for message in messages[early:]:
+        run.fake.queue().known[message.message_id].receipt = "another's"
+
+    assert (run.renew() is None) is (not early)
+
+
 def test_unstaged_message_is_released(run):
     messages = run.take_new(["a", "b", "c"])
 

@@ -198,7 +198,9 @@ def test_unsecured_messages_are_released_and_not_counted(run):
     assert len(run.source.receive(1, timeout=0)) == 1  # the task ends before it is secured
 
     run.source.stop()
+    run.source.close()
 
+    assert run.fake.entries["ChangeMessageVisibility"] == 1
     assert run.source.lease.state["messages"] == 1
     assert run.fake.waiting() == ["b"]
     report = run.custodian.settle(run.source.lease, Settlement(rest=RELEASE))
