@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,21 @@ def test_a_repeated_settlement_of_a_cleared_task_counts_its_sinks_outcomes_alone
     # Then the message that had failed in the processor came again, and has its row
     assert numbers(run) == run.dead() == DEAD
     assert run.depth() == (0, 0, 0, len(DEAD))
+
+
+class AllDead(Tabled):
+    """Dead-letters successful messages, too."""
+
+    name = "Sums"
+    producer = replace(Sums.producer, on_success="dead_letter")
+
+
+def test_successful_messages_that_are_dead_lettered_have_one_row_each(tmp_path: Path) -> None:
+    run = make(tmp_path, pipeline=AllDead, numbers=TEN)
+    run.all()
+
+    assert numbers(run) == run.dead() == [*TEN]
+    assert [row["batcher"] for row in rows(run)].count("default") == len(TEN) - 1
 
 
 def test_nothing_is_settled_while_the_table_cannot_be_written(run: Run) -> None:
