@@ -25,10 +25,11 @@ def run(tmp_path):
     return Run(tmp_path, numbers=range(1, 7))
 
 
-def test_running_run_keeps_its_messages(run):
+def test_running_run_keeps_its_messages_and_a_later_dead_one_does_not(run):
     run.process(max_messages=3)
+    Run(run.folder, "manual__2", create=False).process(max_messages=2)
 
-    Run(run.folder, "manual__2").sweep()
+    Run(run.folder, "manual__3", create=False, finished=["manual__2"]).sweep()
 
     assert run.depth() == (3, 0, 3, 0)
 
