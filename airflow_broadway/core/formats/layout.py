@@ -97,8 +97,6 @@ def read_json(text: str, path: str) -> dict[str, Any]:
     except (ValueError, AttributeError, RecursionError) as error:
         raise StagingDamaged(f"{path} is damaged ({error})") from error
     check_version(value, path)
-    if value.pop("seal", None):
-        check_seal(text, path)
     return value
 
 
@@ -109,9 +107,12 @@ def load(kind: type[T], text: str, path: str) -> T:
     """
     value = read_json(text, path)
     try:
-        return kind(**known_fields(kind, value))
+        loaded = kind(**known_fields(kind, value))
     except TypeError as error:
         raise StagingDamaged(f"{path} is damaged ({error})") from error
+    if issubclass(kind, SealedFile):
+        check_seal(text, path)
+    return loaded
 
 
 class SealedFile:

@@ -2,7 +2,7 @@
 
 Without them a lost line in a file of entries would turn a failure into a success.  The sum of a
 file of lines is in the file that references it.  A JSON file without a reference has a *seal*: the
-SHA-256 of its own text with an empty seal.  Files with neither are read unchecked.
+SHA-256 of its own text with an empty seal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Summing:
 def checked(lines: Iterable[str], expected: Mapping[str, Any] | None, path: str) -> Iterator[str]:
     """Yields a file's lines, streamed, and verifies their sum at the end.
 
-    :param expected: The recorded :meth:`Summing.to_json`; ``None``: no sum was recorded.
+    :param expected: The recorded :meth:`Summing.to_json`; ``None``: the lines are of a sealed file,
+        or only for display.
     :raises StagingDamaged: If they differ, or the file is missing, or is not text.
     """
     summing = Summing()
@@ -77,13 +78,13 @@ def sealed(value: Mapping[str, Any], **kwargs: Any) -> str:
 
 
 def check_seal(text: str, path: str) -> None:
-    """Verifies the text's seal, if it has one.
+    """Verifies the text's seal.
 
-    :raises StagingDamaged: Otherwise.
+    :raises StagingDamaged: If it has none or a wrong one.
     """
     match = _SEAL.search(text)
     if match is None:
-        return
+        raise StagingDamaged(f"{path} is not as it was written: it has no seal")
     start, stop = match.span(1)
     if hashlib.sha256((text[:start] + text[stop:]).encode()).hexdigest() != match[1]:
         raise StagingDamaged(f"{path} is not as it was written: its seal is broken")

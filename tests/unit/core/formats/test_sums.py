@@ -27,3 +27,5 @@ def test_lines_are_counted_before_compared():
         list(checked(lines[:2], summing.to_json(), "f"))
     with pytest.raises(StagingDamaged, match="f is not as it was written"):
         list(checked(["a", "c", ""], summing.to_json(), "f"))
+    with pytest.raises(StagingDamaged, match="f is not text"):
+        list(checked(map(bytes.decode, [b"\xff"]), summing.to_json(), "f"))
