@@ -83,8 +83,6 @@ def check_seal(text: str, path: str) -> None:
     :raises StagingDamaged: If it has none or a wrong one.
     """
     match = _SEAL.search(text)
-    if match is None:
-        raise StagingDamaged(f"{path} is not as it was written: it has no seal")
-    start, stop = match.span(1)
-    if hashlib.sha256((text[:start] + text[stop:]).encode()).hexdigest() != match[1]:
-        raise StagingDamaged(f"{path} is not as it was written: its seal is broken")
+    start, stop = match.span(1) if match else (0, 0)
+    if not match or hashlib.sha256((text[:start] + text[stop:]).encode()).hexdigest() != match[1]:
+        raise StagingDamaged(f"{path} is not as it was written: its seal is broken or missing")

@@ -188,5 +188,5 @@ def test_file_without_a_seal_acks_nothing(tmp_path, pattern):
         value = json.loads(head)
         del value["seal"]
         path.write_text("".join([json.dumps(value) + "\n", *lines]))
-    with pytest.raises(StagingDamaged, match="it has no seal"):
+    with pytest.raises(StagingDamaged, match="broken or missing"):
         ready.settlement()
