@@ -142,6 +142,13 @@ def test_batches_that_were_in_hand_wait_for_the_others() -> None:
     assert (then.run, then.alone) == (["a", "b"], True)
 
 
+def test_batches_behind_a_suspect_of_their_partition_wait_for_it() -> None:
+    places = {"suspect": 1, "behind": 1, "beside": 2, "anywhere": None}
+    batches = [replace(whole(name, 9), partition=place) for name, place in places.items()]
+    on_record = {"suspect": OnRecord(1, 25)}
+    assert step(Died(), *batches, suspects=True, on_record=on_record).run == ["beside", "anywhere"]
+
+
 def test_parts_that_were_in_hand_least_go_first() -> None:
     parts = [replace(single(name), size=size) for name, size in [("a", 9), ("b", 5), ("c", 7)]]
     on_record = {"a": OnRecord(2, 1), "b": OnRecord(1, 25), "c": OnRecord(1, 25)}

@@ -185,7 +185,7 @@ def test_batch_info_and_outcome_are_recorded(files):
 @pytest.mark.parametrize(
     ("taken", "error"), [("work/t-000003.json", OwnershipLost), (paths.intent("g"), LeaseLapsed)]
 )
-def test_batch_taken_over_is_neither_begun_nor_recorded(files, taken, error):
+def test_batch_taken_over_is_neither_begun_committed_nor_recorded(files, taken, error):
     # Given a batch that is being handled
     lend(files)
     batch = recorder_of(files, fresh=True).begin(PLANNED, None)
@@ -193,9 +193,11 @@ def test_batch_taken_over_is_neither_begun_nor_recorded(files, taken, error):
     # When a later try takes the task over, or the messages are about to be settled
     files.create(taken, "{}")
 
-    # Then it gets no outcome, and no other try of this task's begins it
-    with pytest.raises(error):
-        batch.record(successful=4, failed=0, missing=0, exceptions=batch.keep([]))
+    # Then it commits nothing and gets no outcome, and no other try of this task's begins it
+    counts: dict[str, Any] = {"successful": 4, "failed": 0, "missing": 0}
+    for step in (batch.begin_commit, batch.record):
+        with pytest.raises(error):
+            step(exceptions=batch.keep([]), **counts)
     with pytest.raises(error):
         recorder_of(files).begin(PLANNED, None)
     assert files.list(FOLDER) == []
