@@ -238,6 +238,35 @@ def test_successful_messages_that_are_dead_lettered_have_one_row_each(tmp_path: 
     assert [row["batcher"] for row in rows(run)].count("default") == len(TEN) - 1
 
 
+def test_settlement_of_a_cleared_task_has_rows_of_its_sinks_batches_alone(tmp_path: Path) -> None:
+    class Committed(AllDead, Folder):
+        name = "Sums"
+
+    sink = {"default": {"sink": {"path": str(tmp_path / "lake")}}}
+    run = make(tmp_path, pipeline=Committed, numbers=TEN, batchers=sink)
+    run.batch(run.process())
+
+    run.process(try_number=2)
+
+    assert numbers(run) == run.dead() == [number for number in TEN if number != 7]
+
+
+def test_table_is_opened_with_the_connections_of_the_task(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    opened = ParquetFolder.open
+    monkeypatch.setattr(
+        ParquetFolder, "open", lambda self, env: seen.append(env.connections) or opened(self, env)
+    )
+    run.batch(run.process())
+    seen.clear()
+
+    run.ack()
+
+    assert seen == [run.ports.connections]
+
+
 def test_nothing_is_settled_while_the_table_cannot_be_written(run: Run) -> None:
     run.batch(run.process())
     (run.folder / "dead").write_text("in the way")

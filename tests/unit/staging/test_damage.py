@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -152,6 +153,15 @@ def test_lost_or_shortened_message_file_settles_nothing(tmp_path, on_success):
         [small] = (tmp_path / "fewer").rglob("part-*.parquet")
         path.write_bytes(small.read_bytes())
         with pytest.raises(StagingDamaged, match=r"6 messages staged .* hold 1"):
+            ready.all_read()
+    else:  # a row is of another generation
+        path.write_bytes(whole)
+        table = pq.read_table(path)
+        place = table.column_names.index("source")
+        field, sources = table.field(place), table.column(place).to_pylist()
+        others = pa.array([1, *sources[1:]], field.type)
+        pq.write_table(table.set_column(place, field, others), path)
+        with pytest.raises(StagingDamaged, match=r"hold 6 messages .* hold 5"):
             ready.all_read()
     path.write_bytes(whole)
     ready.all_read()

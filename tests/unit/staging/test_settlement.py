@@ -65,6 +65,21 @@ def everything(settlement: Settlement) -> dict[str, str]:
 # --------------------------------------------------------------------------------------------------
 
 
+def test_only_the_chosen_batches_count(tmp_path):
+    run, pipeline = open_run(tmp_path), pipeline_with()
+    generation = publish(run, pipeline, [stream(6)])
+    plan = planned(run, pipeline, generation)
+    first, second = batches_of(run, plan)
+    record_outcome(run, plan, first)
+    record_outcome(run, plan, second)
+
+    settlement, complete, _ = build_settlement(
+        run, generation, pipeline, [plan], final=False, batches=[second.batch_id]
+    )
+
+    assert (settlement.batches, complete) == ((second.batch_id,), False)
+
+
 def test_complete_settlement_acks_the_rest_and_names_exceptions(tmp_path):
     # Given six messages in two batches with outcomes, one of them failed, and one failed before
     run, pipeline = open_run(tmp_path), pipeline_with()
