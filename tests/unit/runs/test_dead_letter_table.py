@@ -20,7 +20,7 @@ from airflow_broadway.core.custody.verdicts import Action, Verdict
 from airflow_broadway.core.errors import OptionsError, PipelineError
 from airflow_broadway.core.local.run import run_local
 from airflow_broadway.core.model.run_source import RUN, RunSource
-from airflow_broadway.core.model.sink import SinkError
+from airflow_broadway.core.model.sink import SinkEnv, SinkError
 from airflow_broadway.core.stages.receiving import Budget
 from airflow_broadway.operators.run import check_unstaged
 from airflow_broadway.producers.sqlite.producer import _Custodian
@@ -238,27 +238,17 @@ def test_successful_messages_that_are_dead_lettered_have_one_row_each(tmp_path: 
     assert [row["batcher"] for row in rows(run)].count("default") == len(TEN) - 1
 
 
-def test_settlement_of_a_cleared_task_has_rows_of_its_sinks_batches_alone(tmp_path: Path) -> None:
-    class Committed(AllDead, Folder):
-        name = "Sums"
-
-    sink = {"default": {"sink": {"path": str(tmp_path / "lake")}}}
-    run = make(tmp_path, pipeline=Committed, numbers=TEN, batchers=sink)
-    run.batch(run.process())
-
-    run.process(try_number=2)
-
-    assert numbers(run) == run.dead() == [number for number in TEN if number != 7]
-
-
 def test_table_is_opened_with_the_connections_of_the_task(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
     opened = ParquetFolder.open
-    monkeypatch.setattr(
-        ParquetFolder, "open", lambda self, env: seen.append(env.connections) or opened(self, env)
-    )
+
+    def recorded(self: ParquetFolder, env: SinkEnv) -> Any:
+        seen.append(env.connections)
+        return opened(self, env)
+
+    monkeypatch.setattr(ParquetFolder, "open", recorded)
     run.batch(run.process())
     seen.clear()
 

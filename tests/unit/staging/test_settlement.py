@@ -65,6 +65,21 @@ def everything(settlement: Settlement) -> dict[str, str]:
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("only", [None, ["b"], ["other"]])
+def test_successes_without_an_entry_are_dead_lettered_once(tmp_path, only):
+    run, pipeline = open_run(tmp_path), pipeline_with(Silent(on_success="dead_letter"))
+    generation = publish(run, pipeline, [stream(3)])
+    plan = planned(run, pipeline, generation)
+    [batch] = batches_of(run, plan)
+    record_outcome(run, plan, batch, entries=[failed("m-1")])
+
+    settlement, _, _ = build_settlement(run, generation, pipeline, [plan], final=True, only=only)
+
+    letters = [(entry.message_id, *place) for entry, *place in settlement.dead_letters()]
+    wanted = ["m-1", "m-0", "m-2"] if only != ["other"] else []
+    assert letters == [(name, "b", batch.batch_id) for name in wanted]
+
+
 def test_only_the_chosen_batches_count(tmp_path):
     run, pipeline = open_run(tmp_path), pipeline_with()
     generation = publish(run, pipeline, [stream(6)])
