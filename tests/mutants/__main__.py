@@ -40,6 +40,7 @@ TIMEOUT = 600.0
 #: Those that may meet a mutant.
 TESTS = [
     *("tests/unit", "tests/conformance", "tests/integration/test_staging_client.py"),
+    "tests/faults/test_sqlite_files.py",
     *(f"tests/contract/test_{name}.py" for name in ("folder", "sqlite", "sqs", "sinks")),
 ]
 

@@ -9,7 +9,7 @@ from scripts.count_code import count_code, rooms_of_project
 REACHED = {
     "adapters/": 905,
     "cli/": 1_508,
-    "core/": 8_586,
+    "core/": 8_585,
     "hooks/": 75,
     "operators/": 809,
     "plugin/": 1_891,
@@ -30,7 +30,7 @@ REACHED = {
     "producers/sqlite/": 1_112,
     "producers/sqs/": 1_044,
     "producers/*.py": 29,
-    "package": 45_180,
+    "package": 45_179,
     "tests and scripts": 73_067,
 }
 

@@ -7,6 +7,7 @@ import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -240,7 +241,8 @@ def test_early_verdicts_stand_outside_report(flights):
 
 def test_ended_lease_receives_nothing(flights):
     flights.send([b"x"])
-    assert flights.release("g") == SettleReport()
+    report = flights.release("g")
+    assert (report, report.again and report.again.has("x")) == (SettleReport(), True)
 
     with pytest.raises(LeaseLapsed, match=r"'g' receives no more .* was released at 2026-01-01"):
         flights.receive("g", 1)
@@ -354,16 +356,23 @@ def test_concurrent_create_shares_queue(path, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_forked_process_opens_own_connection(path):
+def test_forked_process_opens_own_connection(path, monkeypatch):
     parent = SqliteQueue(path, "q")
     parent.send([b"before"])
+    connect = mock.Mock(wraps=sqlite3.connect)
+    monkeypatch.setattr(sqlite3, "connect", connect)
 
-    child = multiprocessing.get_context("fork").Process(target=parent.send, args=([b"child"],))
+    def send():
+        parent.send([b"child"])
+        connect.assert_called_once()
+
+    child = multiprocessing.get_context("fork").Process(target=send)
     child.start()
     child.join()
 
     assert child.exitcode == 0
     parent.send([b"after"])
+    connect.assert_not_called()
     assert [m.data for m in parent.receive("g", 10)] == [b"before", b"child", b"after"]
     parent.close()
 
