@@ -39,7 +39,9 @@ KILLED = Path(__file__).with_name("killed.txt")
 TIMEOUT = 600.0
 #: Those that may meet a mutant.
 TESTS = [
-    *("tests/unit", "tests/conformance", "tests/integration/test_staging_client.py"),
+    *(f"tests/unit/{room}" for room in ("cli", "core", "operators", "plugin", "producers", "runs")),
+    *(f"tests/unit/{room}" for room in ("spark", "staging", "submit", "testing")),
+    *("tests/conformance", "tests/integration/test_staging_client.py"),
     "tests/faults/test_sqlite_files.py",
     *(f"tests/contract/test_{name}.py" for name in ("folder", "sqlite", "sqs", "sinks")),
 ]
