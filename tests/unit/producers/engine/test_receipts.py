@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from airflow_broadway.core.custody.producer import ProducerEnv
 from airflow_broadway.producers.engine.receipts import Receipts, ReceiptsFolder
 from tests.unit.producers.engine.adapters import EmptyBroker
@@ -38,3 +40,14 @@ def test_redelivered_message_is_leased_by_new_receipt(tmp_path):
     # and it may be lost again
     other.lose(["a"])
     assert opened(tmp_path).of("g").lost == {"a"}
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "torn"])
+def test_messages_of_damaged_receipts_are_left_to_their_lease(tmp_path, text):
+    folder = opened(tmp_path)
+    take(folder.open("g"), {"a": "a-1"})
+    folder.close("g")
+    [file] = tmp_path.rglob("receipts-*.json")
+    file.write_text(text)
+
+    assert opened(tmp_path).of("g").held() == []
