@@ -74,7 +74,7 @@ test-cluster: ## The same as a test
 	@$(RUN) --rabbitmq --kafka --tables --cluster --airflow airflow-cluster pytest -m slow tests/cluster $(ARGS)
 
 mutants: ## Break custody, settlement, staging and stages in 260 places, one at a time, and see the tests fail
-	@$(RUN) --airflow airflow-mutants python -m tests.mutants $(ARGS)
+	@$(RUN) --rabbitmq --tables --quick-spark --airflow airflow-mutants python -m tests.mutants $(ARGS)
 
 lock: ## Compile requirements*.in to requirements*.lock anew; needs uv
 	@for name in requirements-build requirements requirements-cluster; do \

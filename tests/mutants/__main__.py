@@ -1,8 +1,8 @@
 """``make mutants``: break custody, settlement, staging and stages in one place each, and count the
 changes that the tests see.
 
-All tests run once without a change, to see which lines each runs.  Then each mutant meets those
-that run its function.
+:data:`TESTS` run once without a change, to see which lines each runs.  Then those that run a
+mutant's function are run against it.
 
 ``tests/mutants/killed.txt`` names those that were killed: a change of the tests that lets one of
 them live is refused.  ``--record`` adds what is killed now.
@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from subprocess import Popen
 from typing import NamedTuple
 
 from tests.mutants.choice import TestChoice
@@ -37,7 +36,7 @@ COVERAGE = ROOT / "build/mutants.coverage"
 KILLED = Path(__file__).with_name("killed.txt")
 #: Seconds after which tests that do not end have seen the change.
 TIMEOUT = 600.0
-#: Those that may meet a mutant.
+#: Tests that are run against mutants.
 TESTS = [
     *(f"tests/unit/{room}" for room in ("cli", "core", "operators", "plugin", "producers", "runs")),
     *(f"tests/unit/{room}" for room in ("spark", "staging", "submit", "testing")),
@@ -76,7 +75,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="only print the mutants")
     parser.add_argument("--record", action="store_true", help="write those killed to killed.txt")
     parser.add_argument(
-        "--measured", action="store_true", help="take the lines that tests run from the last time"
+        "--measured", action="store_true", help="take the lines from the last run of this commit"
     )
     options = parser.parse_args()
     before = set(KILLED.read_text().splitlines()) if KILLED.exists() else set()
@@ -96,14 +95,19 @@ def main() -> int:
     if not options.measured:
         measure()
     tests_of = choose_tests(mutants)
+    for name in sorted(before - tests_of.keys()) if not options.only else ():
+        print(f"no longer made: {name}")
 
     for mutant in mutants:
         began = time.monotonic()
-        found = not passes(tests_of[mutant.id], mutant)
-        (killed.add if found else lived.append)(mutant.id)
+        tests = tests_of[mutant.id]
+        killed_now = not passes(tests, mutant)
+        if killed_now and mutant.id not in before and not passes(tests):
+            sys.exit(f"Tests fail without the mutant {mutant.id}: {' '.join(tests)}")
+        (killed.add if killed_now else lived.append)(mutant.id)
         if options.record:
             KILLED.write_text("".join(f"{name}\n" for name in sorted(before | killed)))
-        verdict = "killed" if found else "LIVES"
+        verdict = "killed" if killed_now else "LIVES"
         print(f"{verdict} {time.monotonic() - began:4.0f} s  {mutant.id}", flush=True)
     again = sorted(before & set(lived))
     print(f"{len(killed)} of {len(killed) + len(lived)} killed; {len(again)} of these were before")
@@ -130,20 +134,28 @@ def choose_mutants(target: Target, before: set[str]) -> Iterator[Mutant]:
 
 
 def measure() -> None:
-    """Runs all tests, and records the lines of the package that each runs.
+    """Runs :data:`TESTS`, and records the lines of the package that each runs.
 
     :raises SystemExit: If one fails.
     """
     options = ["--cov", PACKAGE, "--cov-context=test", "--cov-report="]
-    if start_tests([*TESTS, *options], COVERAGE_FILE=str(COVERAGE)).wait():
+    if not run_tests(*TESTS, *options, COVERAGE_FILE=str(COVERAGE)):
         sys.exit("The tests fail without a mutant.")
 
 
-def start_tests(arguments: Sequence[str], out: int | None = None, **more: str) -> Popen[bytes]:
-    """Starts pytest in the copy of the package, as the leader of a process group."""
+def run_tests(
+    *arguments: str, out: int | None = None, timeout: float | None = None, **more: str
+) -> bool:
+    """Runs pytest in the copy of the package, and ends all processes that it leaves.
+
+    :param out: Where its output goes; default: to this process's.
+    :param timeout: Seconds that it has.
+    :param more: Environment variables.
+    :returns: Whether all tests pass, and end.
+    """
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     environment = {**os.environ, "PYTHONPATH": str(COPY), **more}
-    return Popen(
+    process = subprocess.Popen(
         [*line, *arguments],
         cwd=COPY,
         env=environment,
@@ -151,6 +163,14 @@ def start_tests(arguments: Sequence[str], out: int | None = None, **more: str) -
         stderr=out,
         start_new_session=True,
     )
+    try:
+        return process.wait(timeout) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def choose_tests(mutants: Sequence[Mutant]) -> dict[str, list[str]]:
@@ -166,7 +186,7 @@ def choose_tests(mutants: Sequence[Mutant]) -> dict[str, list[str]]:
     }
     listed = COPY / "chosen.txt"
     listed.write_text("".join(f"{test}\n" for test in sorted({*chain(*chosen.values())})))
-    if start_tests(["--collect-only", f"@{listed}"], out=subprocess.DEVNULL).wait():
+    if not run_tests("--collect-only", f"@{listed}", out=subprocess.DEVNULL):
         sys.exit(f"Not all tests of {listed} are found: see pytest --collect-only @{listed}")
     return chosen
 
@@ -177,19 +197,15 @@ def nearest_tests(path: str) -> str:
     return str(next(near for near in (folder, *folder.parents) if (ROOT / near).is_dir()))
 
 
-def passes(tests: Sequence[str], mutant: Mutant) -> bool:
-    """Runs tests against a mutant; returns whether all pass, and end."""
-    (COPY / mutant.path).write_text(mutant.source)
-    process = start_tests(["-x", "--timeout", "60", *tests], out=subprocess.DEVNULL)
+def passes(tests: Sequence[str], mutant: Mutant | None = None) -> bool:
+    """Runs tests, against a mutant if one is given; returns whether all pass, and end."""
+    if mutant is not None:
+        (COPY / mutant.path).write_text(mutant.source)
     try:
-        return process.wait(timeout=TIMEOUT) == 0
-    except subprocess.TimeoutExpired:
-        return False
+        return run_tests("-x", "--timeout", "60", *tests, out=subprocess.DEVNULL, timeout=TIMEOUT)
     finally:
-        with suppress(ProcessLookupError):  # also what a killed test has left
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        shutil.copy2(ROOT / mutant.path, COPY / mutant.path)
+        if mutant is not None:
+            shutil.copy2(ROOT / mutant.path, COPY / mutant.path)
 
 
 def _copy_package() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from coverage import CoverageData
 
-#: At most this many tests are run against a mutant.
+#: At most this many tests are chosen for a mutant.
 MOST = 150
 
 
@@ -15,12 +15,13 @@ class TestChoice:
     """Which tests run which lines of a package.
 
     :param file: Data of coverage.py, with a context for each test and relative paths.
+    :raises coverage.CoverageException: If there is none.
     """
 
     __test__ = False
 
     def __init__(self, file: Path) -> None:
-        data = CoverageData(str(file))
+        data = CoverageData(str(file), read_only=True)
         data.read()
         self._tests: dict[str, dict[int, set[str]]] = {}
         self._breadth: Counter[str] = Counter()
@@ -40,7 +41,7 @@ class TestChoice:
         :param path: The module, from the project's root.
         :param place: The lines of the place.
         :param function: The lines of the function's body.
-        :returns: Node ids; none if the function runs in processes only that tests start.
+        :returns: Node ids; none if the function runs only in processes that tests start.
         """
         lines = self._tests.get(path, {})
         here, near = (

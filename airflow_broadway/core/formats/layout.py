@@ -103,7 +103,7 @@ def read_json(text: str, path: str) -> dict[str, Any]:
 def load(kind: type[T], text: str, path: str) -> T:
     """Parses a versioned file's JSON into a dataclass; errors as in :func:`read_json`.
 
-    Fields that the dataclass lacks are ignored.
+    Fields that the dataclass lacks are ignored.  A :class:`SealedFile` must have a valid seal.
     """
     value = read_json(text, path)
     try:

@@ -1,8 +1,8 @@
 """Checksums of staged files: recorded when a file is written, verified when it is settled by.
 
 Without them a lost line in a file of entries would turn a failure into a success.  The sum of a
-file of lines is in the file that references it.  A JSON file without a reference has a *seal*: the
-SHA-256 of its own text with an empty seal.
+file of lines is in the file that references it.  Manifests, outcomes and headers of plans have a
+*seal*: the SHA-256 of their own text with an empty seal.  Other files are read unchecked.
 """
 
 from __future__ import annotations

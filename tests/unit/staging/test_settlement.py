@@ -66,7 +66,7 @@ def everything(settlement: Settlement) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("only", [None, ["b"], ["other"]])
-def test_successes_without_an_entry_are_dead_lettered_once(tmp_path, only):
+def test_successes_without_an_entry_are_dead_lettered_once_in_chosen_batchers(tmp_path, only):
     run, pipeline = open_run(tmp_path), pipeline_with(Silent(on_success="dead_letter"))
     generation = publish(run, pipeline, [stream(3)])
     plan = planned(run, pipeline, generation)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from airflow_broadway.core.custody import in_process
 from airflow_broadway.core.custody.in_process import Settler
 from airflow_broadway.core.custody.protocol import Entry, Lease, Settlement
 from airflow_broadway.core.custody.report import SettleReport
@@ -124,7 +125,8 @@ def test_partial_immediate_settlement_counts_though_it_raises(reason):
     assert (report.acked, report.released, getattr(report, reason)) == (2, 1, 1)
 
 
-def test_verdicts_are_carried_out_in_bulk():
+def test_verdicts_are_carried_out_in_bulk(monkeypatch):
+    monkeypatch.setattr(in_process, "_BULK_INTERVAL", 3600.0)
     leased = messages(1001)
     custodian = Custodian(leased, [], "")
     settler = settler_of(custodian, leased)

@@ -4,6 +4,7 @@ import io
 import os
 import struct
 from contextlib import closing
+from unittest import mock
 
 import pytest
 
@@ -109,11 +110,12 @@ def test_child_is_replaced_after_a_signal():
     assert [message.data[0] for message in second.successful] == [2]
 
 
-def test_stop_before_the_first_message_signals_no_child():
+def test_stop_before_the_first_message_signals_no_child(monkeypatch):
     stop = Stop(SystemClock(), 0.0)
-    with closing(SubprocessProcessor(InProcesses(), stop=stop)) as processor:
+    with closing(SubprocessProcessor(InProcesses(), stop=stop)):
+        monkeypatch.setattr(os, "kill", kill := mock.Mock())
         stop.request("before the first message")
-        assert processor.start()
+    kill.assert_not_called()
 
 
 def test_truncated_value_is_end_of_file():

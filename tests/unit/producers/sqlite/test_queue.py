@@ -241,11 +241,19 @@ def test_early_verdicts_stand_outside_report(flights):
 
 def test_ended_lease_receives_nothing(flights):
     flights.send([b"x"])
-    report = flights.release("g")
-    assert (report, report.again and report.again.has("x")) == (SettleReport(), True)
+    assert flights.release("g") == SettleReport()
 
     with pytest.raises(LeaseLapsed, match=r"'g' receives no more .* was released at 2026-01-01"):
         flights.receive("g", 1)
+
+
+def test_messages_of_an_unknown_lease_come_again(flights):
+    [key] = flights.send([b"x"])
+    report = flights.settle("g", Settlement(rest=ACK, expected=1))
+
+    assert report.lapsed == 1
+    assert report.again is not None
+    assert report.again.has(key)
 
 
 def test_messages_outside_manifest_are_not_acknowledged(flights):
