@@ -25,7 +25,7 @@ def run(tmp_path):
     return Run(tmp_path, numbers=range(1, 7))
 
 
-def test_running_run_keeps_its_messages_and_a_later_dead_one_does_not(run):
+def test_running_run_keeps_its_messages(run):
     run.process(max_messages=3)
     Run(run.folder, "manual__2", create=False).process(max_messages=2)
 
